@@ -1,0 +1,60 @@
+"""Identity of source files without reading them whole.
+
+A full hash would cost a second pass over the checkpoint. Head, tail and samples tell apart what trainers write: the
+tail of a torch file holds the crc32 of each of its storages, the head of a safetensors file its header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptflow.errors import IncompleteCheckpointError
+from ckptflow.tensors import SourceFile
+
+EDGE_BYTES = 64 * 1024
+SAMPLES = 16
+SAMPLE_BYTES = 4096
+
+
+def source_file(path: Path) -> SourceFile:
+    """The file as it is now.
+
+    Raises:
+        IncompleteCheckpointError: it is not there, or not a regular file.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IncompleteCheckpointError("a file of the checkpoint is missing", file=path) from error
+    return SourceFile(str(path), found.st_size, found.st_mtime_ns)
+
+
+def fingerprint_file(file: SourceFile) -> str:
+    """sha256 over size, head, tail and evenly spread samples of a file, in hex.
+
+    Modification times are left out: a copy of a checkpoint is the same checkpoint.
+    """
+    digest = hashlib.sha256(str(file.nbytes).encode())
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        digest.update(os.pread(fd, EDGE_BYTES, 0))
+        digest.update(os.pread(fd, EDGE_BYTES, max(0, file.nbytes - EDGE_BYTES)))
+        for sample in range(1, SAMPLES + 1):
+            digest.update(os.pread(fd, SAMPLE_BYTES, file.nbytes * sample // (SAMPLES + 1)))
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def fingerprint_files(files: Iterable[SourceFile], root: Path) -> dict[str, str]:
+    """Path relative to ``root`` → fingerprint; files outside ``root`` go by their absolute path."""
+    return {relative_name(file, root): fingerprint_file(file) for file in files}
+
+
+def relative_name(file: SourceFile, root: Path) -> str:
+    """The file's path as the record shows it."""
+    path = Path(file.path)
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

@@ -1,0 +1,1 @@
+"""One module per checkpoint layout; ``registry`` lists them and leads from a path to a checkpoint."""

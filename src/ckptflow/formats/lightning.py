@@ -1,0 +1,100 @@
+"""Lightning's ``.ckpt`` files: a torch file with ``state_dict`` beside optimizer, loop and callback states.
+
+Sharded directories under the same name are DeepSpeed's (``x.ckpt/checkpoint``) or DCP's, and are read as those.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptflow.errors import CheckpointError, UnsupportedCheckpointError
+from ckptflow.formats.base import Completeness, Location, ReadOptions
+from ckptflow.formats.config_files import find_config_dir
+from ckptflow.formats.files import list_names
+from ckptflow.formats.nested_state_dict import open_mapping, read_state_dict
+from ckptflow.formats.torch_tensors import refuse_placeholders
+from ckptflow.formats.verdicts import refused
+from ckptflow.manifest import CheckpointManifest
+
+SUFFIX = ".ckpt"
+STATE_DICT, VERSION = "state_dict", "pytorch-lightning_version"
+# A torch file is a zip, or in the old format a pickle of protocol 2.
+_TORCH_MAGICS = (b"PK\x03\x04", b"\x80\x02")
+_REASONS = {
+    "optimizer_states": "optimizer state, not weights",
+    "lr_schedulers": "learning rate schedule, not weights",
+    "callbacks": "state of callbacks, not weights",
+    "loops": "progress of the training loop, not weights",
+    "hyper_parameters": "hyperparameters, not weights",
+}
+
+
+class LightningCheckpoint:
+    """One ``.ckpt`` file; each file of a directory is a checkpoint of its own."""
+
+    layout = "lightning"
+    supersedes: tuple[str, ...] = ()
+
+    def find(self, path: Path) -> list[Location]:
+        """See ``Format.find``. A ``last.ckpt`` that only links to another file of the directory is that file."""
+        if path.suffix == SUFFIX and path.is_file():
+            return [Location(layout=self.layout, path=path, root=path.parent)] if _is_torch_file(path) else []
+        names = [name for name in list_names(path) if name.endswith(SUFFIX) and not _is_link_beside(path / name)]
+        return [
+            Location(layout=self.layout, path=path / name, root=path) for name in names if _is_torch_file(path / name)
+        ]
+
+    def check(self, location: Location) -> Completeness:
+        """See ``Format.check``: Lightning writes the file in one go, so it is complete if it is whole."""
+        try:
+            manifest = self.read(location, ReadOptions())
+            refuse_placeholders(manifest.tensors, location.path)
+        except CheckpointError as error:
+            return refused(error, location.path)
+        return Completeness(state="complete", reason=f"the file is whole and holds {len(manifest.tensors)} tensors")
+
+    def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
+        """See ``Format.read``. Names keep the module's attribute; ``wrapped`` says so."""
+        file, torch, top = open_mapping(location.path, location.root)
+        if STATE_DICT not in top:
+            raise UnsupportedCheckpointError(
+                "a .ckpt file without a state_dict",
+                file=location.path,
+                expected=f"keys {STATE_DICT} and {VERSION}, as Lightning writes them",
+                found=", ".join(list(top)[:8]),
+            )
+        held = read_state_dict(file, torch, top, STATE_DICT, _REASONS)
+        step, version, folder = top.get("global_step"), top.get(VERSION), location.path.parent
+        return CheckpointManifest(
+            layout=self.layout,
+            path=location.path,
+            global_step=step if type(step) is int else location.global_step,
+            tensors=held.tensors,
+            ties=held.ties,
+            left_out=held.left_out,
+            files=(held.file,),
+            storage_bytes=held.storage_bytes,
+            wasted_bytes=held.wasted_bytes,
+            # Trainers keep config.json beside the files, or beside the directory checkpoints/ that holds them.
+            config_dir=options.config_dir or find_config_dir(folder, folder.parent),
+            wrapped=True,
+            notes=(*((f"Lightning {version}",) if isinstance(version, str) else ()), *held.notes),
+        )
+
+
+def _is_torch_file(path: Path) -> bool:
+    """Whether it begins as one, or is too short to tell: a file whose writing has just begun."""
+    try:
+        with open(path, "rb") as stream:
+            head = stream.read(4)
+    except OSError:
+        return False
+    return any(magic.startswith(head[: len(magic)]) for magic in _TORCH_MAGICS)
+
+
+def _is_link_beside(path: Path) -> bool:
+    if not path.is_symlink():
+        return False
+    real = Path(os.path.realpath(path))
+    return real.parent == Path(os.path.realpath(path.parent)) and real.exists()

@@ -1,0 +1,168 @@
+"""All checkpoint layouts that ckptflow reads, and the way from a path to a checkpoint.
+
+Adding a layout is one module in this package with a class that satisfies ``Format``, and one entry in ``FORMATS``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckptflow.collector import without_gc
+from ckptflow.errors import AmbiguousCheckpointError, IncompleteCheckpointError, NotACheckpointError
+from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
+from ckptflow.formats.dcp import DcpDirectory
+from ckptflow.formats.dcp_hf import DcpHuggingFaceShards
+from ckptflow.formats.deepspeed import DeepSpeedCheckpoint
+from ckptflow.formats.fsdp import FsdpRankFiles
+from ckptflow.formats.full_state_dict import FullStateDict
+from ckptflow.formats.huggingface import HuggingFaceDirectory
+from ckptflow.formats.lightning import LightningCheckpoint
+from ckptflow.formats.megatron_dist import MegatronDistCheckpoint
+from ckptflow.formats.megatron_legacy import MegatronLegacyCheckpoint
+from ckptflow.formats.mxnet import MXNetParams
+from ckptflow.formats.peft import PeftAdapter
+from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
+from ckptflow.manifest import CheckpointManifest
+
+FORMATS: tuple[Format, ...] = (
+    FsdpRankFiles(),
+    PeftAdapter(),
+    DcpHuggingFaceShards(),
+    DcpDirectory(),
+    DeepSpeedCheckpoint(),
+    LightningCheckpoint(),
+    FullStateDict(),
+    MXNetParams(),
+    MegatronDistCheckpoint(),
+    MegatronLegacyCheckpoint(),
+    HuggingFaceDirectory(),
+)
+
+# global_step_10, step-10, checkpoint-10, iter_0000010, global_step3, epoch_2-step_10; numbers sort as numbers.
+STEP_NAME = re.compile(r"(?:^|[._-])(?:global_?step|step|checkpoint|ckpt|iter|iteration)[._=-]?(\d+)")
+# Names that writers use while they are not done, and our own work directories.
+UNFINISHED_NAME = re.compile(r"^\.|^tmp[-_.]|[-_.](?:tmp|temp|partial|incomplete|deleting)$|\.tmp[-_.]?\d*$")
+MAX_DEPTH = 5
+
+
+def global_step_of(path: Path) -> int | None:
+    """The step that the nearest part of ``path`` names; None where none does."""
+    for part in reversed(path.parts):
+        match = STEP_NAME.search(part)
+        if match:
+            return int(match.group(1))
+    return None
+
+
+def format_of(layout: str) -> Format:
+    """The format with that layout name."""
+    return next(fmt for fmt in FORMATS if fmt.layout == layout)
+
+
+def find_at(path: Path) -> list[Location]:
+    """Checkpoints exactly at ``path``; a layout that another one supersedes there is left out."""
+    found = [(fmt, location) for fmt in FORMATS for location in fmt.find(path)]
+    hidden = {name for fmt, _ in found for name in fmt.supersedes}
+    locations = [location for _, location in found if location.layout not in hidden]
+    return [
+        location if location.global_step is not None else replace(location, global_step=global_step_of(location.path))
+        for location in locations
+    ]
+
+
+def find_below(root: Path, depth: int = MAX_DEPTH) -> Iterator[Location]:
+    """All checkpoints at or below ``root``, down to ``depth`` directories; a checkpoint's inside is not searched.
+
+    Directories under unfinished names (``tmp-checkpoint-5``, dot directories) are skipped; ones that vanish
+    meanwhile too.
+    """
+    found = find_at(root)
+    if found:
+        yield from found
+        return
+    if depth == 0:
+        return
+    try:
+        with os.scandir(root) as entries:
+            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not UNFINISHED_NAME.search(e.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in sorted(names, key=natural_key):
+        yield from find_below(root / name, depth - 1)
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which step_9000 comes before step_10000."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts if part]
+
+
+def locate(path: Path) -> Location:
+    """The one checkpoint that ``path`` means: a checkpoint itself, its step directory, or a run with one step.
+
+    Raises:
+        NotACheckpointError: nothing is there, or nothing that a format knows.
+        AmbiguousCheckpointError: several checkpoints; the message lists them.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.exists():
+        raise NotACheckpointError("no such file or directory", file=path, fix="check the path")
+    found = list(find_below(path))
+    preferred = [location for location in found if location.preferred]
+    for choice in (found, preferred):
+        if len(choice) == 1:
+            return choice[0]
+    if not found:
+        raise NotACheckpointError(
+            "no known checkpoint layout here",
+            file=path,
+            expected="one of the layouts " + ", ".join(fmt.layout for fmt in FORMATS),
+            found=_listing(path),
+            fix="name the directory that holds the weight files",
+        )
+    choices = "\n    ".join(f"{location.path} ({location.layout})" for location in found)
+    apart = len({location.path for location in found}) > 1
+    fix = "name one of them" if apart else "files of two kinds of checkpoints are mixed here: move one kind away"
+    raise AmbiguousCheckpointError(
+        f"{len(found)} checkpoints at this path", file=path, found=f"\n    {choices}", fix=fix
+    )
+
+
+def _listing(path: Path, limit: int = 8) -> str:
+    if not path.is_dir():
+        return f"a file of {path.stat().st_size} bytes"
+    names = sorted(os.listdir(path), key=natural_key)
+    shown = ", ".join(names[:limit]) or "nothing"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def check(location: Location) -> Completeness:
+    """Whether the checkpoint is whole."""
+    try:
+        return unless_growing(format_of(location.layout).check(location), location.path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return Completeness(state="incomplete", reason=f"{Path(str(error.filename)).name} vanished while it was read")
+    except OSError as error:
+        return Completeness(state="incomplete", reason=f"{Path(str(error.filename)).name}: {error.strerror or error}")
+
+
+def read(location: Location, options: ReadOptions) -> CheckpointManifest:
+    """Describe the checkpoint's tensors.
+
+    Raises:
+        CheckpointError: it is refused; also where the trainer deletes it meanwhile.
+    """
+    try:
+        with without_gc():
+            manifest = format_of(location.layout).read(location, options)
+        return replace(manifest, notes=(*manifest.notes, *zero_tail_notes(manifest.files)))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IncompleteCheckpointError("a file vanished while it was read", file=error.filename) from error
+    except OSError as error:
+        raise IncompleteCheckpointError(
+            "a file of the checkpoint can't be read", file=error.filename, found=error.strerror or error
+        ) from error

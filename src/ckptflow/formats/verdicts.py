@@ -1,0 +1,31 @@
+"""From the refusal of a checkpoint to its state: a save that still runs, or one that will not become whole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ckptflow.errors import CheckpointError, IncompleteCheckpointError
+from ckptflow.formats.base import Completeness
+
+# A file that changed this lately says that the writer may still be at work.
+YOUNG_SECONDS = 120
+
+
+def refused(error: CheckpointError, path: Path) -> Completeness:
+    """What a refusal means for a checkpoint at ``path``, in one line."""
+    where = f": {Path(error.file).name}" if error.file and Path(error.file) != path else ""
+    found = f" ({error.found})" if error.found is not None and "\n" not in str(error.found) else ""
+    young = isinstance(error, IncompleteCheckpointError) and time.time() - newest_mtime(path) < YOUNG_SECONDS
+    return Completeness(state="in-progress" if young else "incomplete", reason=f"{error.what}{where}{found}")
+
+
+def newest_mtime(path: Path) -> float:
+    """Newest modification time (seconds) of a file, or of a directory and the files in it; 0 where all is gone."""
+    newest = 0.0
+    try:
+        for entry in (path, *(path.iterdir() if path.is_dir() else ())):
+            newest = max(newest, entry.stat().st_mtime)
+    except OSError:
+        return newest
+    return newest

@@ -1,0 +1,71 @@
+"""Files whose end holds zeros: a writer that sets the size first and fills the file later leaves such a file meanwhile.
+
+Size and header of it are right, and zeros are values like any others: padded vocabulary rows and layers that were
+initialised with zeros end a file so too. So it is said, and a young checkpoint is not taken for finished; no more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptflow.formats.base import Completeness
+from ckptflow.formats.files import list_names
+from ckptflow.formats.verdicts import YOUNG_SECONDS
+from ckptflow.tensors import SourceFile
+
+PAGE_BYTES = 4096
+_MOST_BYTES = 2**24
+# Zip files (torch) and DCP's end in a directory, and are refused without it.
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def zero_tail_bytes(path: str | Path) -> int:
+    """Zero bytes at the end of a file in whole pages, at most 16 MiB; 0 where it vanished."""
+    try:
+        with open(path, "rb") as file:
+            end = os.fstat(file.fileno()).st_size
+            found = 0
+            while found < _MOST_BYTES and end - found >= PAGE_BYTES:
+                if any(os.pread(file.fileno(), PAGE_BYTES, end - found - PAGE_BYTES)):
+                    break
+                found += PAGE_BYTES
+    except OSError:
+        return 0
+    return found
+
+
+def zero_tail_notes(files: Iterable[SourceFile]) -> Sequence[str]:
+    """One sentence for each file that ends in zeros."""
+    tails = {Path(file.path).name: zero_tail_bytes(file.path) for file in files if file.path.endswith(_SUFFIXES)}
+    return [
+        f"{name} ends in {nbytes} zero bytes{_or_more(nbytes)}: if they are not padding, its "
+        "writer did not write it to the end"
+        for name, nbytes in tails.items()
+        if nbytes
+    ]
+
+
+def _or_more(nbytes: int) -> str:
+    return " or more" if nbytes >= _MOST_BYTES else ""
+
+
+def unless_growing(verdict: Completeness, path: Path) -> Completeness:
+    """The verdict, but for a young file that ends in zeros: it may be being filled."""
+    if verdict.state != "complete":
+        return verdict
+    for name in list_names(path) if path.is_dir() else [""]:
+        file = path / name if name else path
+        if file.name.endswith(_SUFFIXES) and _is_young(file) and (nbytes := zero_tail_bytes(file)):
+            reason = f"{file.name} ends in {nbytes} zero bytes and changed lately: it may still be being written"
+            return Completeness(state="in-progress", reason=reason)
+    return verdict
+
+
+def _is_young(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < YOUNG_SECONDS
+    except OSError:
+        return False

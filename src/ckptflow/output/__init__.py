@@ -1,0 +1,1 @@
+"""What a conversion leaves on disk: safetensors files, the model directory around them, the record."""

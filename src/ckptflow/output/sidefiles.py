@@ -1,0 +1,131 @@
+"""Config, tokenizer and processor files: carried over as the trainer left them, dtype in step with the weights."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckptflow.errors import UnsafeFileError
+from ckptflow.jsonfiles import read_json_object
+from ckptflow.plan import ConsolidationPlan
+
+MAX_SIDE_FILE_BYTES = 256 * 1024 * 1024
+# What transformers' from_pretrained classes look for; anything else in the directory belongs to the trainer.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer*.model",
+    "tekken.json",
+    "*.tiktoken",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "source.spm",
+    "target.spm",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*.json",
+    "chat_template*.jinja",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+    "processing_*.py",
+    "image_processing_*.py",
+    "LICENSE*",
+)
+DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def side_files(directory: Path, root: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each file to carry over, in name order.
+
+    Args:
+        directory: where config.json lies.
+        root: links may not lead out of it.
+
+    Raises:
+        UnsafeFileError: a link leads out of ``root``, or a file is absurdly large.
+    """
+    for path in sorted((*directory.glob("*"), *directory.glob("additional_chat_templates/*"))):
+        name = str(path.relative_to(directory))
+        if not any(fnmatchcase(name, pattern) for pattern in SIDE_FILES) or not path.is_file():
+            continue
+        if not path.resolve().is_relative_to(root.resolve()):
+            raise UnsafeFileError(
+                "a link leads out of the checkpoint", file=path, found=path.resolve(), fix="replace it by the file"
+            )
+        if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+            raise UnsafeFileError("not a config or tokenizer file at that size", file=path, found=path.stat().st_size)
+        yield name, path.read_bytes()
+
+
+def read_config(directory: Path | None) -> dict[str, Any]:
+    """config.json of a directory; empty where there is none."""
+    if directory is None or not (directory / "config.json").is_file():
+        return {}
+    return read_json_object(directory / "config.json")
+
+
+def main_dtype(plan: ConsolidationPlan) -> str | None:
+    """The float dtype that holds most bytes: what config.json has to say where each tensor keeps its own."""
+    sizes: Counter[str] = Counter()
+    for tensor in plan.tensors:
+        if tensor.dtype.kind == "float" and not tensor.dtype.name.startswith("float8"):
+            sizes[tensor.dtype.name] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with its dtype fields, nested ones too, saying ``dtype``."""
+
+    def renew(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: dtype if k in DTYPE_KEYS and isinstance(v, str) else renew(v) for k, v in value.items()}
+
+    # A quantization config's own dtype fields describe how to compute, not what is stored.
+    renewed = {k: v if k == "quantization_config" else renew({k: v})[k] for k, v in config.items()}
+    if not any(isinstance(config.get(k), str) for k in DTYPE_KEYS):
+        renewed["dtype"] = dtype
+    return renewed
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """config.json as transformers lays it out, in the order that the trainer left."""
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def generation_notes(directory: Path | None) -> list[str]:
+    """What is wrong with generation_config.json; transformers refuses to save such a one, but loads it."""
+    if directory is None or not (directory / "generation_config.json").is_file():
+        return []
+    config = read_json_object(directory / "generation_config.json")
+    sampling = [k for k in ("temperature", "top_p", "top_k", "min_p", "typical_p") if config.get(k) is not None]
+    if config.get("do_sample") is not True and sampling:
+        return [
+            f"generation_config.json sets {', '.join(sampling)} without do_sample; it is carried over as it is, and "
+            "transformers refuses to save it again"
+        ]
+    return []
+
+
+def loading_notes(side: Mapping[str, bytes]) -> list[str]:
+    """What the files beside the weights lack so that a model can be loaded; ``side`` is name → content."""
+    if {"config.json", "adapter_config.json"} & set(side):
+        return []
+    return ["there is no config.json: transformers can't load this directory; --config DIR names one"]

@@ -1,0 +1,69 @@
+"""The errors of an upload that are about the destination, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckptflow.errors import PermanentPublishError, TransientPublishError
+from ckptflow.publish.model import MARKER_NAME, LocalFile, Marker
+
+
+def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublishError:
+    """A marker that is not this model's; ``other`` is None where it does not parse."""
+    return PermanentPublishError(
+        "the destination holds another model",
+        file=f"{uri}: {MARKER_NAME}",
+        expected=f"nothing, or the model with fingerprint {mine.fingerprint}",
+        found="a record that does not parse" if other is None else _difference(other, mine),
+        fix="choose another destination, or allow overwriting if that model is to be replaced",
+    )
+
+
+def foreign_files(uri: str, names: Collection[str]) -> PermanentPublishError:
+    """Files that are not this model's, without a marker."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return PermanentPublishError(
+        "the destination holds files that are not of this model",
+        file=uri,
+        expected="nothing, or files of this model with the same content",
+        found=", ".join(sorted(names)[:5]) + more,
+        fix="choose an empty destination, or allow overwriting",
+    )
+
+
+def overtaken(uri: str, found: str) -> PermanentPublishError:
+    """Another model came to the same destination while this one was sent."""
+    return PermanentPublishError(
+        "another run writes another model to the same destination",
+        file=uri,
+        found=found,
+        fix="give each model a destination of its own",
+    )
+
+
+def disturbed(uri: str, found: str) -> TransientPublishError:
+    """Files went or changed while this model was sent."""
+    return TransientPublishError(
+        "the destination changed during the upload",
+        file=uri,
+        found=found,
+        fix="run it again; it finds out what is there now",
+    )
+
+
+def not_held(uri: str, file: LocalFile) -> TransientPublishError:
+    """A file that was sent reads back as something else."""
+    return TransientPublishError(
+        "the store does not hold what was sent",
+        file=f"{uri}: {file.name}",
+        expected=f"{file.bytes} bytes, sha256 {file.sha256}",
+        found="something else, or nothing",
+        fix="run it again; if it comes back, the store or something before it changes files",
+    )
+
+
+def _difference(other: Marker, mine: Marker) -> str:
+    if other.fingerprint != mine.fingerprint:
+        return f"fingerprint {other.fingerprint}"
+    names = sorted(name for name in {*other.files, *mine.files} if other.files.get(name) != mine.files.get(name))
+    return f"the same source and recipe, but other bytes in {', '.join(names[:5])}"

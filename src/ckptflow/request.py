@@ -1,0 +1,46 @@
+"""What a person asks of a conversion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertRequest:
+    """One conversion: which checkpoint, what to make of it, and where.
+
+    Attributes:
+        path: checkpoint, step directory or run directory.
+        out: directory to make.
+        dtype: ``bfloat16``, ``float16``, ``float32`` or ``source`` (keep each tensor's dtype).
+        keep_dtype: FQN globs that keep their source dtype.
+        max_shard_bytes: most bytes of tensor data in one weight file.
+        config_dir: directory with config.json and tokenizer files, where the trainer left none.
+        base_model: directory of the base model of an adapter.
+        adapter: fold LoRA into the base weights, or write it as a PEFT directory.
+        lora_alpha: LoRA's alpha where the checkpoint does not tell it.
+        allow_nonfinite: write NaN and Inf instead of refusing them.
+        overwrite: replace whatever ``out`` holds.
+        threads: worker threads; None for one per core.
+        memory_budget_bytes: bound on the engine's buffers, in bytes.
+        device: where to cast; ``auto`` takes the CPU unless a GPU is there and helps.
+    """
+
+    path: Path
+    out: Path
+    dtype: Literal["bfloat16", "float16", "float32", "source"] = "bfloat16"
+    keep_dtype: tuple[str, ...] = ()
+    max_shard_bytes: int = 5 * GB
+    config_dir: Path | None = None
+    base_model: Path | None = None
+    adapter: Literal["merge", "export"] | None = None
+    lora_alpha: float | None = None
+    allow_nonfinite: bool = False
+    overwrite: bool = False
+    threads: int | None = None
+    memory_budget_bytes: int = 512 * 10**6
+    device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,0 +1,70 @@
+"""What a second reader gives, and how it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+from ckptflow.tensors import Shape
+
+if TYPE_CHECKING:
+    import torch
+
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Rereader(Protocol):
+    """Tensors of a checkpoint, read box by box.
+
+    Attributes:
+        how: how the source is read, for people.
+    """
+
+    how: str
+
+    def shape(self, fqn: str) -> Shape | None:
+        """Global shape; None where this reader has no such tensor."""
+        ...
+
+    def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        """The box ``[offsets, offsets + sizes)`` of a global tensor, in the dtype of the checkpoint.
+
+        Raises:
+            InconsistentCheckpointError: the shards leave a gap in the box, or contradict themselves.
+        """
+        ...
+
+
+def boxes(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offsets and sizes of boxes that tile a shape in row-major order, each of at most ``most_elements`` elements."""
+    if prod(shape) <= most_elements or not shape:
+        if prod(shape):
+            yield (0,) * len(shape), shape
+        return
+    row = prod(shape[1:])
+    if row <= most_elements:
+        step = most_elements // row
+        for start in range(0, shape[0], step):
+            yield (start, *(0,) * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:])
+        return
+    for index in range(shape[0]):
+        for offsets, sizes in boxes(shape[1:], most_elements):
+            yield (index, *offsets), (1, *sizes)
+
+
+def by_plain_name(names: Sequence[str]) -> Callable[[str], str | None]:
+    """Look-up of a name that may have lost its wrappers on the way; None where nothing or more than one thing fits."""
+    exact = set(names)
+    plain: dict[str, str | None] = {}
+    for name in names:
+        bare = name
+        for part in WRAPPER_PARTS:
+            bare = bare.replace(part, "")
+        for key in {bare, bare.removeprefix("module."), bare.removeprefix("pretrained_model.")}:
+            plain[key] = None if key in plain else name
+
+    def look_up(fqn: str) -> str | None:
+        return fqn if fqn in exact else plain.get(fqn)
+
+    return look_up

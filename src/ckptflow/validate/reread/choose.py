@@ -1,0 +1,77 @@
+"""Which second reader goes with a checkpoint, and which tensors of a plan it can give."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptflow.manifest import CheckpointManifest
+from ckptflow.plan import PlannedTensor
+from ckptflow.tensors import Shape
+from ckptflow.validate.reread import pieces
+from ckptflow.validate.reread.base import Rereader
+from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
+from ckptflow.validate.reread.huggingface import HuggingFaceRereader
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SourceReader:
+    """Reads the source of planned tensors: by a second reader where there is one, else by the manifest's pieces.
+
+    Attributes:
+        note: why there is no second reader, for people; None where there is one.
+        independent: tensors that the second reader gave.
+        by_manifest: tensors that came by the manifest's pieces.
+    """
+
+    def __init__(self, manifest: CheckpointManifest) -> None:
+        self._manifest = manifest
+        self._rereader, self.note = _open(manifest)
+        self.independent: set[str] = set()
+        self.by_manifest: set[str] = set()
+
+    @property
+    def how(self) -> str:
+        """How the source is read, for people."""
+        ways = [self._rereader.how] if self._rereader is not None and self.independent else []
+        if self.by_manifest:
+            ways.append(f"{pieces.HOW} ({len(self.by_manifest)} tensors)" if ways else pieces.HOW)
+        return " and ".join(ways)
+
+    def name_for(self, tensor: PlannedTensor) -> str | None:
+        """The second reader's name for the tensor; None where it is renamed parts of others, or there is no reader."""
+        if self._rereader is None:
+            return None
+        for fqn in tensor.source_fqns:
+            if self._manifest.tensors.get(fqn) == tensor.source and self._rereader.shape(fqn) == tensor.shape:
+                return fqn
+        return None
+
+    def read(self, tensor: PlannedTensor, name: str | None, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        """A box of the planned tensor in its source dtype; ``name`` is what ``name_for`` gave."""
+        if name is not None and self._rereader is not None:
+            self.independent.add(tensor.fqn)
+            return self._rereader.read(name, offsets, sizes)
+        self.by_manifest.add(tensor.fqn)
+        return pieces.read_box(tensor.fqn, tensor.source, offsets, sizes)
+
+
+def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
+    files = [Path(file.path) for file in manifest.files]
+    try:
+        if manifest.layout == "fsdp":
+            return FsdpRereader([path for path in files if RANK_FILE.search(path.name)]), None
+        if manifest.layout in ("huggingface", "peft"):
+            return HuggingFaceRereader(files), None
+        if manifest.layout == "dcp":
+            by_name = {
+                str(path.relative_to(manifest.path)): path for path in files if path.is_relative_to(manifest.path)
+            }
+            return DcpRereader(manifest.path, by_name), None
+    except (pickle.UnpicklingError, RuntimeError, TypeError, KeyError) as error:
+        return None, f"torch does not load the source: {str(error)[:300]}"
+    return None, f"no second reader for the layout {manifest.layout}"

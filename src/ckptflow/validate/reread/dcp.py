@@ -1,0 +1,117 @@
+"""torch DCP directories: each entry is a ``torch.save`` file, loaded by ``torch.load`` and put at its offsets.
+
+torch's own loader unpickles ``.metadata`` without a guard, so only its content is taken through ckptflow's door to
+pickle; what it means is read here again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptflow.errors import InconsistentCheckpointError
+from ckptflow.tensors import Shape
+from ckptflow.torchfiles import read_pickle, stub_state
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_ENTRY_BYTES = 128 * 10**6
+"""An entry is loaded whole; tensors with larger ones are left to the manifest's pieces."""
+
+
+class DcpRereader:
+    """Tensors that ``.metadata`` lists, under the names that a person would give them."""
+
+    how = "torch.load of every DCP entry, placed by the offsets in .metadata"
+
+    def __init__(self, directory: Path, files: Mapping[str, Path]) -> None:
+        self._files = files
+        state = stub_state(read_pickle((directory / ".metadata").read_bytes(), str(directory / ".metadata")))
+        self._tensors = {str(fqn): stub_state(entry) for fqn, entry in _mapping(state, "state_dict_metadata").items()}
+        self._places: dict[tuple[str, Shape], dict[str, Any]] = {}
+        for index, info in _mapping(state, "storage_data").items():
+            where = stub_state(index)
+            if where.get("offset") is not None:
+                self._places[str(where["fqn"]), _sizes(where["offset"])] = dict(stub_state(info))
+        self._endings: dict[str, list[str]] = {}
+        for fqn in self._tensors:
+            parts = fqn.split(".")
+            for first in range(len(parts)):
+                self._endings.setdefault(".".join(parts[first:]), []).append(fqn)
+        self._entry = lru_cache(maxsize=2)(self._load_entry)
+
+    def _look_up(self, fqn: str) -> str | None:
+        """The key of a model's tensor: trainers put the model at the top or under one or two names of their own."""
+        found = [key for key in self._endings.get(fqn, []) if not key.startswith("optim")]
+        for likely in (fqn, f"model.{fqn}"):
+            if likely in found:
+                return likely
+        return found[0] if len(found) == 1 else None
+
+    def shape(self, fqn: str) -> Shape | None:
+        key = self._look_up(fqn)
+        if key is None or "size" not in self._tensors[key]:
+            return None
+        places = [self._places.get((key, offsets)) for offsets, sizes in self._chunks(key)]
+        plain = all(
+            p is not None and p["length"] <= MOST_ENTRY_BYTES and not p.get("transform_descriptors") for p in places
+        )
+        return _sizes(self._tensors[key]["size"]) if plain else None
+
+    def _chunks(self, key: str) -> list[tuple[Shape, Shape]]:
+        boxes = [stub_state(chunk) for chunk in self._tensors[key]["chunks"]]  # type: ignore[attr-defined]
+        found = [(_sizes(box["offsets"]), _sizes(box["sizes"])) for box in boxes]
+        return [(offsets, sizes) for offsets, sizes in found if prod(sizes)]
+
+    def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        import torch
+
+        key = self._look_up(fqn) or fqn
+        box: torch.Tensor | None = None
+        filled = torch.zeros(sizes, dtype=torch.bool)
+        for at, extent in self._chunks(key):
+            low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
+            if any(h <= lo for lo, h in zip(low, high, strict=True)):
+                continue
+            entry = self._entry(key, at)
+            if tuple(entry.shape) != extent:
+                raise InconsistentCheckpointError(
+                    "an entry has another shape than .metadata says",
+                    tensor=key,
+                    expected=list(extent),
+                    found=list(entry.shape),
+                )
+            box = torch.empty(sizes, dtype=entry.dtype) if box is None else box
+            place = tuple(slice(lo - b, h - b) for lo, h, b in zip(low, high, offsets, strict=True))
+            box[place] = entry[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, at, strict=True))]
+            filled[place] = True
+        if box is None or not bool(filled.all()):
+            raise InconsistentCheckpointError("the chunks of a tensor leave a gap", tensor=key, found=int(filled.sum()))
+        return box
+
+    def _load_entry(self, key: str, at: Shape) -> torch.Tensor:
+        import torch
+
+        place = self._places[key, at]
+        with open(self._files[place["relative_path"]], "rb") as file:
+            file.seek(place["offset"])
+            data = io.BytesIO(file.read(place["length"]))
+        entry: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        return entry.detach()
+
+
+def _mapping(state: Mapping[str, object], name: str) -> Mapping[Any, Any]:
+    value = state.get(name)
+    if not isinstance(value, dict):
+        raise RuntimeError(f".metadata holds no {name}")
+    return value
+
+
+def _sizes(value: Any) -> Shape:
+    return tuple(int(n) for n in value)

@@ -1,0 +1,131 @@
+"""Rank files through ``torch.load(weights_only=True)``, with inert classes in place of torch.distributed's own.
+
+torch's own DeviceMesh, DTensor and ShardedTensor moved between releases, and some refuse to be loaded without a process
+group. What is needed of them is plain data, so every class is replaced by one that only keeps its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DTENSOR = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+    "torch.distributed._tensor.DTensor",
+)
+SHARDED_TENSOR = ("torch.distributed._shard.sharded_tensor.api.ShardedTensor",)
+PLACEMENT_MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
+PLACEMENTS = ("Shard", "_StridedShard", "Replicate", "Partial", "_Partial")
+PLAIN = (
+    *(f"{module}.{name}" for module in PLACEMENT_MODULES for name in ("DTensorSpec", "TensorMeta")),
+    *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
+    "torch.fx.passes.shape_prop.TensorMetadata",
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._tensor.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+)
+
+
+class Inert:
+    """Keeps what a pickle gives it and does nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: dict[str, Any] = {}
+
+    def __new__(cls, *arguments: object) -> Inert:
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        if _is_slots(state):
+            self.state = _slots(state)
+        elif isinstance(state, dict):
+            self.state = state
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _is_slots(state: Any) -> bool:
+    """Objects with slots are pickled as (dict or None, dict)."""
+    return isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
+
+
+def _slots(state: tuple[dict[str, Any] | None, dict[str, Any]]) -> dict[str, Any]:
+    return {**(state[0] or {}), **state[1]}
+
+
+def _placement(name: str) -> type[Inert]:
+    return type(f"Inert{name}", (Inert,), {"kind": name})
+
+
+def load_rank_file(path: Path) -> dict[str, Any]:
+    """The state dict of one rank; tensor data is mapped, not read.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file.
+    """
+    import torch
+
+    class WrappedTensor(torch.Tensor):
+        """A tensor subclass whose parts are kept as attributes: DTensor or ShardedTensor."""
+
+        def __setstate__(self, state: Any) -> None:
+            self.parts = _slots(state) if _is_slots(state) else state
+
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object, **__: object) -> None:
+            raise NotImplementedError  # it has no values of its own to compute with
+
+    def inert_attribute(*_: object) -> type[Inert]:
+        return Inert  # ShardedTensor.ProcessGroupState, a nested class
+
+    allowed: list[Any] = [(WrappedTensor, name) for name in (*DTENSOR, *SHARDED_TENSOR)]
+    allowed += [(Inert, name) for name in PLAIN]
+    allowed += [(inert_attribute, "__builtin__.getattr"), (inert_attribute, "builtins.getattr")]
+    for placement in PLACEMENTS:
+        stub = _placement(placement)
+        allowed += [(stub, f"{module}.{placement}") for module in PLACEMENT_MODULES]
+    with _only_safe_globals(allowed):
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(loaded, dict):
+        raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
+    return dict(loaded)
+
+
+@contextmanager
+def _only_safe_globals(allowed: list[Any]) -> Iterator[None]:
+    """torch.distributed allows its own classes once it is imported; under one name torch keeps either, by chance."""
+    import torch
+
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def parts_of(value: torch.Tensor) -> Any:
+    """State of a DTensor (dict) or a ShardedTensor (tuple); None for a plain tensor."""
+    return getattr(value, "parts", None)
