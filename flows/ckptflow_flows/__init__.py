@@ -1,0 +1,1 @@
+"""Prefect flows: they order tasks and hold settings."""

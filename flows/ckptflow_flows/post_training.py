@@ -1,0 +1,149 @@
+"""post-training: one checkpoint, end to end. Safe to run twice, resumes where it was killed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
+from prefect.utilities.annotations import unmapped
+
+from ckptflow.convert import claim
+from ckptflow.destinations import label_of
+from ckptflow.discover import SETTLE_SECONDS
+from ckptflow.errors import CheckpointError, UsageError, ValueRefusedError, VerificationError
+from ckptflow.formats.base import Location
+from ckptflow.formats.registry import locate
+from ckptflow.locks import exclusive, in_use
+from ckptflow.publish.records import PublishRecord
+from ckptflow.publish.several import Destination
+from ckptflow.request import ConvertRequest
+from ckptflow_flows.publication import Publication
+from ckptflow_flows.runners import Workers, one_server
+from ckptflow_flows.settings import PostTraining
+from ckptflow_flows.streaming import stream_model
+from ckptflow_flows.workplace import Workplace
+from ckptflow_tasks.planning import planned
+from ckptflow_tasks.proving import Proven, validate_model
+from ckptflow_tasks.reading import Inspected, cast_plan, inspect_checkpoint, shrink_plan
+from ckptflow_tasks.shrinking import shrink_source
+from ckptflow_tasks.step import heals
+from ckptflow_tasks.writing import check_equal, finish_model, merge_file, merged_files, merging
+
+# What running again on the same bytes gives again: the checkpoint is at fault, not the machine.
+REFUSALS = (CheckpointError, ValueRefusedError, VerificationError, UsageError)
+
+
+def _flow_run_name() -> str:
+    # Prefect gives the validated model here in some cases and the plain parameters in others.
+    checkpoint = runtime.flow_run.parameters["checkpoint"]
+    path = Path(checkpoint["path"] if isinstance(checkpoint, dict) else checkpoint.path)
+    try:
+        return f"post-training {label_of(locate(path))}"
+    except CheckpointError:
+        return f"post-training {path.name}"
+
+
+@flow(
+    name="post-training",
+    flow_run_name=_flow_run_name,
+    task_runner=Workers().prefect_runner(),
+    persist_result=False,
+    validate_parameters=True,
+)
+def post_training(checkpoint: PostTraining) -> Any:
+    """Turn one checkpoint into a published model: inspect, shrink, cast, merge, validate, upload.
+
+    Done is seen at the destinations: those that have the model already are left alone. One that fails does not keep it
+    from the others; the run has failed then, and the next one sends what is missing. Two runs on one checkpoint take
+    turns, and the second one finds the work done.
+
+    Args:
+        checkpoint: which checkpoint, what to make of it, and where to publish it.
+    """
+    logger = get_run_logger()
+    try:
+        location = locate(checkpoint.path)
+        label = label_of(location)
+        state = _publish_missing(checkpoint, location, Workplace.of(checkpoint.machine, location), label)
+    except REFUSALS as error:
+        if heals(error):  # a file that could not be read, as often as it was tried
+            raise
+        logger.error("refused: %s", error)
+        return refused(error)
+    logger.log(logging.INFO if state.is_completed() else logging.ERROR, "%s", state.message)
+    return state
+
+
+def refused(error: Exception) -> State[Any]:
+    """A failed state that says: the checkpoint is bad, the machine is not."""
+    # The UI folds lines into one.
+    message = "; ".join(line.strip() for line in str(error).splitlines())
+    return Failed(name="Refused", message=message, data=error)
+
+
+def _publish_missing(checkpoint: PostTraining, location: Location, place: Workplace, label: str) -> State[Any]:
+    """The whole work, for the destinations that lack the model; gives the flow's final state."""
+    destinations = [destination.place() for destination in checkpoint.destinations]
+    publication = Publication(location=location, destinations=destinations, label=label, was_left=place.was_left())
+    tell = partial(get_run_logger().info, "another run works on %s; waiting for its end", label)
+    # Both: where the work is done, which other hosts see as well, and the checkpoint, wherever it is done.
+    with in_use(location.path), exclusive(place.lock, tell):
+        try:
+            missing = publication.look(checkpoint.convert_request(place.out))
+            if missing and checkpoint.machine.shrink_source:
+                shrink_source(location, SETTLE_SECONDS, label)  # before anything is planned: it changes the files
+            if missing and checkpoint.machine.no_local_copy:
+                publication.sent(missing[0], _streamed_model(checkpoint, location, place, missing[0], label))
+            elif missing:
+                publication.send(_proven_model(checkpoint, location, place, label), missing)
+            state = publication.end()
+        except REFUSALS:
+            place.tidy(keep=False)  # what was made of a refused checkpoint must not look finished
+            raise
+        if state.is_completed():
+            place.tidy(keep=checkpoint.machine.keep_local)
+    return state
+
+
+def _streamed_model(
+    checkpoint: PostTraining, location: Location, place: Workplace, destination: Destination, label: str
+) -> PublishRecord:
+    """The model, made and proven where it is published."""
+    request, there = checkpoint.convert_request(place.out), destination.for_checkpoint(location)
+    how, forward = checkpoint.verify_options(), checkpoint.validation.forward
+    return stream_model(request, there, label, forward=forward, options=how)
+
+
+def _proven_model(checkpoint: PostTraining, location: Location, place: Workplace, label: str) -> Proven:
+    """The model, made and proven by this run or by one before it that could not publish it everywhere."""
+    directory = _make(checkpoint.convert_request(place.out), label)
+    how, forward = checkpoint.verify_options(), checkpoint.validation.forward
+    proven = place.proven_before(how, forward)
+    if proven is None:
+        proven = validate_model(directory, checkpoint.path, label, forward, how)
+        place.note_proof(proven, how, forward)
+    return proven
+
+
+def _make(request: ConvertRequest, label: str) -> str:
+    """The model directory, of this run or of one before it."""
+    inspected = inspect_checkpoint(request, label)
+    inspected = shrink_plan(request, inspected, label)
+    inspected = cast_plan(request, inspected, label)
+    with claim(planned(request, inspected.fingerprint)) as record:
+        return str(request.out) if record is not None else _merge(request, inspected, label)
+
+
+def _merge(request: ConvertRequest, inspected: Inspected, label: str) -> str:
+    inspected = check_equal(request, inspected, label)
+    with one_server(), merging(planned(request, inspected.fingerprint)) as (order, futures):
+        numbers = list(range(len(inspected.weight_files)))
+        futures += merge_file.map(numbers, unmapped(request), unmapped(inspected), unmapped(label), unmapped(order))
+        files = merged_files(order, futures)
+    return finish_model(request, inspected, label, sorted(files, key=itemgetter("file")))

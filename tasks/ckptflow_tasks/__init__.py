@@ -1,0 +1,1 @@
+"""Prefect tasks: each calls one library function and makes one artifact."""
