@@ -1,0 +1,133 @@
+"""What Prefect costs: wall time of the flow beyond the library's own work, and of each further weight file.
+
+The same checkpoint is converted, verified and published to a directory by the library's functions in a plain process,
+and by the flow in a process that reports to a running server. Both are timed without imports, in turns. More weight
+files mean more tasks; the slope of the difference over their number is the cost of one.
+
+    python benchmarks/orchestration_cost.py --gigabytes 1 --files 1 11 21 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from measure import environment, spread
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.resolve().parent / "tests"))
+
+LIBRARY = """
+import json, sys, time
+from pathlib import Path
+from ckptflow.convert import convert
+from ckptflow.publish.upload import upload
+from ckptflow.request import ConvertRequest
+from ckptflow.validate.verify import verify
+import torch, safetensors
+source, work, to, most = sys.argv[1:]
+begin = time.monotonic()
+out = Path(work) / "model"
+convert(ConvertRequest(path=Path(source), out=out, max_shard_bytes=int(most)))
+verify(out, against=Path(source), forward=False).raise_if_failed()
+upload(out, to)
+print(json.dumps({"seconds": time.monotonic() - begin, "files": len(list(out.glob("*.safetensors")))}))
+"""
+
+FLOW = """
+import json, os, sys, time
+from ckptflow_flows.command import PREFECT_DEFAULTS
+for name, value in PREFECT_DEFAULTS.items():
+    os.environ.setdefault(name, value)
+from ckptflow_flows.post_training import post_training
+from ckptflow_flows.settings import Destination, Machine, PostTraining, Recipe, Validation
+import torch, safetensors
+source, work, to, most = sys.argv[1:]
+parameters = PostTraining(
+    path=source, destinations=(Destination(uri=to),), recipe=Recipe(max_shard_bytes=int(most)),
+    machine=Machine(work_dir=work, keep_local=True), validation=Validation(forward=False),
+)
+begin = time.monotonic()
+state = post_training(parameters, return_state=True)
+seconds = time.monotonic() - begin
+assert state.is_completed(), state
+print(json.dumps({"seconds": seconds, "files": state.data["files"] if isinstance(state.data, dict) else 0}))
+"""
+
+
+def main() -> None:
+    """Command line."""
+    arguments = _parse()
+    from watchlab import running_lab
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, running_lab(Path(directory)) as lab:
+        checkpoint = Path(directory) / "cost" / "global_step_10"
+        make = [sys.executable, str(HERE / "synthetic.py"), str(checkpoint), "--gigabytes", str(arguments.gigabytes)]
+        subprocess.run(make, check=True)
+        print(f"{arguments.gigabytes:g} GB, {arguments.rounds} rounds, {os.cpu_count()} CPUs; median [min..max] s\n")
+        print("| weight files | library | flow | flow beyond it |\n|---|---|---|---|")
+        points = [
+            _row(lambda program, most=most: _time(program, checkpoint, most, lab.environment), count, arguments.rounds)
+            for count in arguments.files
+            for most in (_most_bytes(arguments.gigabytes, count),)
+        ]
+    if len(points) > 1:
+        (first, least), (last, most_cost) = points[0], points[-1]
+        print(f"\nper further weight file: {1000 * (most_cost - least) / (last - first):.0f} ms")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="fp32 bytes of the checkpoint, in 1e9")
+    parser.add_argument("--files", type=int, nargs="+", default=[1, 11, 21], help="weight files, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    return parser.parse_args()
+
+
+def _most_bytes(gigabytes: float, count: int) -> int:
+    """Bytes per weight file (bfloat16) that give about so many."""
+    return int(gigabytes * 1e9) if count == 1 else int(gigabytes * 1e9 / 2 / count * 1.03)
+
+
+def _row(time_one: Callable[[str], dict[str, float]], count: int, rounds: int) -> tuple[int, float]:
+    library, flow, files = [], [], count
+    for _ in range(rounds):
+        one = time_one(LIBRARY)
+        library.append(one["seconds"])
+        files = int(one["files"])
+        flow.append(time_one(FLOW)["seconds"])
+    cost = statistics.median(flow) - statistics.median(library)
+    print(f"| {files} | {spread(library)} | {spread(flow)} | {cost:.2f} |", flush=True)
+    return files, cost
+
+
+def _time(program: str, checkpoint: Path, most_bytes: int, variables: dict[str, str]) -> dict[str, float]:
+    work = checkpoint.parent.parent / "work"
+    models = checkpoint.parent.parent / "out"
+    for directory in (work, models):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(checkpoint), str(work), f"file://{models}", str(most_bytes)],
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(done.stdout + done.stderr)
+    timed: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return timed
+
+
+if __name__ == "__main__":
+    main()
