@@ -1,0 +1,49 @@
+"""Reads a tensor source with plain numpy, piece by piece: what tests compare readers with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptflow.dtypes import numpy_dtype
+from ckptflow.tensors import TensorSource, check_tiling
+
+
+def read_source(source: TensorSource) -> np.ndarray[Any, Any]:
+    """The dense tensor; proves on the way that its pieces fill it."""
+    check_tiling("tensor", source)
+    dtype = numpy_dtype(source.dtype)
+    out = np.zeros(source.shape, dtype)
+    for piece in source.pieces:
+        span = sum((n - 1) * s for n, s in zip(piece.sizes, piece.strides, strict=True)) + 1
+        flat = np.fromfile(piece.file.path, dtype, count=span, offset=piece.offset_bytes)
+        strides = [s * dtype.itemsize for s in piece.strides]
+        box = np.lib.stride_tricks.as_strided(flat, piece.sizes, strides)
+        out[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] = box
+    return out
+
+
+def assert_same_bits(got: Mapping[str, TensorSource], expected: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Names, shapes, dtypes and bits are the same."""
+    assert set(got) == set(expected)
+    for fqn, source in got.items():
+        values = read_source(source)
+        assert values.shape == expected[fqn].shape, fqn
+        assert values.dtype == expected[fqn].dtype, fqn
+        assert values.tobytes() == expected[fqn].tobytes(), fqn
+
+
+def as_numpy(tensors: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """torch tensors as numpy arrays of the same bits."""
+    import torch
+
+    arrays = {}
+    for fqn, tensor in tensors.items():
+        dense = tensor.detach().contiguous()
+        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        from ckptflow.dtypes import dtype_named
+
+        arrays[fqn] = np.frombuffer(raw, numpy_dtype(dtype_named(str(dense.dtype)))).reshape(tuple(dense.shape))
+    return arrays

@@ -1,0 +1,36 @@
+"""Runs with several steps, some of them published for real, for the tests of retention and disk usage."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from ckptflow.convert import convert
+from ckptflow.destinations import destination_of
+from ckptflow.discover import discover
+from ckptflow.publish import upload
+from ckptflow.request import ConvertRequest
+
+OLD_SECONDS = 10_000.0
+
+
+def age(directory: Path, seconds: float = OLD_SECONDS) -> Path:
+    """Make everything in a directory look as if it had been written that long ago."""
+    at = time.time() - seconds
+    for path in (*directory.rglob("*"), directory):
+        os.utime(path, (at, at), follow_symlinks=False)
+    return directory
+
+
+def publish(step: Path, uri: str, scratch: Path) -> None:
+    """Convert and upload every role of a step."""
+    for found in discover([step], settle_seconds=0):
+        out = scratch / f"{step.name}-{found.location.role or 'model'}"
+        convert(ConvertRequest(path=found.location.path, out=out, allow_nonfinite=True))
+        upload(out, destination_of(found.location, uri))
+
+
+def names_in(run: Path) -> set[str]:
+    """Names of the directories and files of a run, hidden ones too, without trackers."""
+    return {path.name for path in run.iterdir() if path.suffix != ".txt"}

@@ -1,0 +1,192 @@
+"""detect tells complete, incomplete and in-progress apart while files grow, are renamed, or vanish."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptflow.cli import main
+from ckptflow.destinations import destination_of
+from ckptflow.discover import by_step, discover
+from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
+from ckptflow.formats.registry import global_step_of, locate
+
+OLD = 10_000.0
+
+
+def hf_step(directory: Path, *, age_seconds: float = OLD, shards: int = 2, missing: int = 0) -> Path:
+    """A Trainer-like step directory with an index; the last ``missing`` shards are not there."""
+    directory.mkdir(parents=True)
+    names = [f"model-{n:05d}-of-{shards:05d}.safetensors" for n in range(1, shards + 1)]
+    for n, name in enumerate(names[: shards - missing]):
+        save_file({f"layers.{n}.weight": np.ones((4, 4), np.float32)}, directory / name)
+    index = {
+        "metadata": {"total_size": 64 * shards},
+        "weight_map": {f"layers.{n}.weight": names[n] for n in range(shards)},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text("{}")
+    (directory / "trainer_state.json").write_text("{}")
+    make_old(directory, age_seconds)
+    return directory
+
+
+def make_old(directory: Path, age_seconds: float) -> None:
+    at = time.time() - age_seconds
+    for path in (*directory.rglob("*"), directory):
+        os.utime(path, (at, at))
+
+
+def states(root: Path, **options: float) -> dict[int | None, str]:
+    return {f.location.global_step: f.state for f in discover([root], **options)}
+
+
+def test_a_whole_step_is_complete_and_one_with_a_missing_shard_is_not(tmp_path: Path) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-10")
+    hf_step(tmp_path / "run" / "checkpoint-20", missing=1)
+    found = {f.location.global_step: f for f in discover([tmp_path])}
+    assert (found[10].state, found[20].state) == ("complete", "incomplete")
+    assert "model-00002-of-00002.safetensors" in found[20].reason
+
+
+def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    for step in (9000, 10000, 900):
+        hf_step(tmp_path / f"step_{step}")
+    assert [f.location.global_step for f in by_step(discover([tmp_path]))] == [900, 9000, 10000]
+    assert [f.location.global_step for f in discover([tmp_path])] == [900, 9000, 10000]
+
+
+def test_a_step_that_changed_a_moment_ago_is_in_progress_until_the_settle_time_is_over(tmp_path: Path) -> None:
+    hf_step(tmp_path / "checkpoint-10", age_seconds=5)
+    assert states(tmp_path, settle_seconds=30) == {10: "in-progress"}
+    assert states(tmp_path, settle_seconds=1) == {10: "complete"}
+    assert states(tmp_path, settle_seconds=30, now=time.time() + 60) == {10: "complete"}
+
+
+def test_a_step_directory_of_another_script_needs_no_trainer_state_once_it_is_old(tmp_path: Path) -> None:
+    step = hf_step(tmp_path / "checkpoint-10")
+    (step / "trainer_state.json").unlink()
+    make_old(step, OLD)
+    assert states(tmp_path) == {10: "complete"}
+    make_old(step, 100)
+    assert states(tmp_path) == {10: "in-progress"}
+    (step / "optimizer.pt").write_bytes(b"half")
+    make_old(step, OLD)
+    assert states(tmp_path) == {10: "in-progress"}, "the Trainer was at work here and did not end"
+
+
+def test_staging_names_are_ignored(tmp_path: Path) -> None:
+    hf_step(tmp_path / "checkpoint-5")
+    hf_step(tmp_path / "tmp-checkpoint-10")
+    hf_step(tmp_path / "checkpoint-15.tmp")
+    hf_step(tmp_path / ".ckptflow" / "checkpoint-20")
+    assert states(tmp_path) == {5: "complete"}
+
+
+def test_steps_that_are_renamed_and_deleted_meanwhile_do_no_harm(tmp_path: Path) -> None:
+    for step in range(10):
+        hf_step(tmp_path / f"checkpoint-{step}")
+    stop = threading.Event()
+
+    def trainer() -> None:
+        while not stop.is_set():
+            for step in range(10):
+                staging = tmp_path / f"tmp-checkpoint-{step}"
+                (tmp_path / f"checkpoint-{step}").rename(staging)
+                (staging / "config.json").unlink()
+                (staging / "config.json").write_text("{}")
+                staging.rename(tmp_path / f"checkpoint-{step}")
+
+    thread = threading.Thread(target=trainer)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert all(state != "published" for state in states(tmp_path).values())
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_growing_file_becomes_complete_only_when_it_is_whole(tmp_path: Path) -> None:
+    step = hf_step(tmp_path / "checkpoint-10")
+    shard = step / "model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    for size in range(0, len(whole), 7):
+        shard.write_bytes(whole[:size])
+        make_old(step, OLD)
+        assert states(tmp_path) != {10: "complete"}, size
+    shard.write_bytes(whole)
+    make_old(step, OLD)
+    assert states(tmp_path) == {10: "complete"}
+
+
+def test_a_run_with_several_steps_is_ambiguous_and_the_choices_are_listed(tmp_path: Path) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-9")
+    hf_step(tmp_path / "run" / "checkpoint-10")
+    with pytest.raises(AmbiguousCheckpointError) as error:
+        locate(tmp_path / "run")
+    assert "checkpoint-9" in str(error.value)
+    assert "checkpoint-10" in str(error.value)
+    assert locate(tmp_path / "run" / "checkpoint-9").global_step == 9
+
+
+def test_a_config_without_weights_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(NotACheckpointError, match="no known checkpoint"):
+        locate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("global_step_10", 10),
+        ("global_step3", 3),
+        ("checkpoint-500", 500),
+        ("step-5", 5),
+        ("iter_0000010", 10),
+        ("epoch=1-step=20187.ckpt", 20187),
+        ("footstep_photos", None),
+    ],
+)
+def test_step_numbers_are_read_from_the_names_that_trainers_give(name: str, step: int | None) -> None:
+    assert global_step_of(Path("/data/run") / name) == step
+
+
+def test_a_checkpoint_always_has_the_same_destination(tmp_path: Path) -> None:
+    location = locate(hf_step(tmp_path / "my-run" / "checkpoint-10"))
+    assert destination_of(location, "s3://bucket/models/") == "s3://bucket/models/my-run/step-10"
+    assert destination_of(location, "s3://b/{run}-{step}") == "s3://b/my-run-step-10"
+
+
+def test_the_command_prints_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf_step(tmp_path / "checkpoint-10")
+    assert main(["detect", str(tmp_path), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [(e["global_step"], e["state"], e["layout"]) for e in entries] == [(10, "complete", "huggingface")]
+
+
+def test_a_missing_root_is_an_error_and_wrong_usage_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["detect", str(tmp_path / "nothing")]) == 1
+    assert "no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        main(["convert"])
+    assert error.value.code == 2
+
+
+def test_thousands_of_steps_are_all_listed(tmp_path: Path) -> None:
+    first = hf_step(tmp_path / "checkpoint-0")
+    for step in range(1, 500):
+        copy = tmp_path / f"checkpoint-{step}"
+        copy.mkdir()
+        for path in first.iterdir():
+            os.link(path, copy / path.name)
+    make_old(tmp_path, OLD)
+    assert len(states(tmp_path)) == 500

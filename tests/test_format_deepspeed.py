@@ -1,0 +1,488 @@
+"""DeepSpeed folders, written with torch.save in DeepSpeed's structures and read back bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptflow.dtypes import numpy_dtype
+from ckptflow.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    InconsistentCheckpointError,
+    UnsupportedCheckpointError,
+)
+from ckptflow.formats.base import ReadOptions
+from ckptflow.formats.deepspeed import DeepSpeedCheckpoint
+from ckptflow.formats.registry import locate
+from ckptflow.manifest import CheckpointManifest
+from deepspeed_writer import model_states, optim_states, parameters, write_zero2, write_zero3
+from reading import read_source
+
+ODD = {"embed.weight": (7, 3), "layer.weight": (5, 2, 3), "layer.bias": (5,), "scale": (), "norm.weight": (13,)}
+FORMAT = DeepSpeedCheckpoint()
+
+
+def two_groups() -> list[dict[str, Tensor]]:
+    values = parameters(ODD)
+    decay = {name: values[name] for name in ("layer.weight", "embed.weight")}
+    return [decay, {name: t for name, t in values.items() if name not in decay}]
+
+
+def merged(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for group in groups for name, tensor in group.items()}
+
+
+def read(path: Path) -> CheckpointManifest:
+    found = FORMAT.find(path)
+    [location] = [location for location in found if location.preferred] or found
+    return FORMAT.read(location, ReadOptions())
+
+
+def assert_holds(manifest: CheckpointManifest, expected: Mapping[str, Tensor]) -> None:
+    assert set(manifest.tensors) == set(expected)
+    for name, tensor in expected.items():
+        source = manifest.tensors[name]
+        assert source.shape == tuple(tensor.shape), name
+        assert f"torch.{source.dtype.name}" == str(tensor.dtype), name
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert read_source(source).tobytes() == raw, name
+
+
+def differing(manifest: CheckpointManifest) -> list[str]:
+    """Names whose first source, cast, is not bit for bit the second."""
+    wrong = []
+    for check in manifest.equal:
+        first, second = read_source(check.first), read_source(check.second)
+        if first.astype(numpy_dtype(check.second.dtype)).tobytes() != second.tobytes():
+            wrong.append(check.fqn)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_zero_2_groups_are_joined_over_ranks(tmp_path: Path, world: int, lean: bool, recorded: bool) -> None:
+    groups = two_groups()
+    write_zero2(tmp_path, groups, world, lean=lean, recorded=recorded)
+    manifest = read(tmp_path)
+    assert_holds(manifest, merged(groups))
+    assert {check.fqn for check in manifest.equal} == set(merged(groups))
+    assert differing(manifest) == []
+    assert (manifest.global_step, manifest.world_size) == (7, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("subgroup", [1, 4, 10**9])
+def test_zero_3_parameters_are_joined_over_ranks_and_subgroups(tmp_path: Path, world: int, subgroup: int) -> None:
+    groups = two_groups()
+    frozen = {name: t.bfloat16() for name, t in parameters({"frozen.weight": (5, 7), "frozen.bias": (3,)}).items()}
+    write_zero3(tmp_path, groups, world, frozen=frozen, subgroup=subgroup)
+    assert_holds(read(tmp_path), {**frozen, **merged(groups)})
+
+
+@pytest.mark.parametrize(("dtype", "prefix"), [(torch.float16, ""), (torch.bfloat16, "bf16_"), (torch.float32, "")])
+def test_masters_must_round_to_the_copies(tmp_path: Path, dtype: torch.dtype, prefix: str) -> None:
+    groups = two_groups()
+    module = {name: tensor.to(dtype) for name, tensor in merged(groups).items()}
+    module["layer.weight"] = module["layer.weight"] * 2
+    write_zero2(tmp_path, groups, 2, dtype=dtype, prefix=prefix, module=module)
+    assert differing(read(tmp_path)) == ["layer.weight"]
+
+
+def test_the_optimizers_moments_are_left_out_with_their_bytes(tmp_path: Path) -> None:
+    groups = two_groups()
+    write_zero2(tmp_path, groups, 3)
+    manifest = read(tmp_path)
+    left_out = {entry.name: entry for entry in manifest.left_out}
+    elements = sum(t.numel() for t in merged(groups).values())
+    assert left_out["optimizer_state_dict"].nbytes == 4 * elements + 3 * 2 * 4  # exp_avg, and a step a group and rank
+    assert left_out["tokens_seen"].reason == "client state of the trainer"
+
+
+def test_bf16_optimizer_files_without_a_stage_are_read(tmp_path: Path) -> None:
+    groups = two_groups()
+    folder = write_zero2(tmp_path, groups, 2, model={"frozen_param_shapes": None, "frozen_param_fragments": None})
+    for path in folder.glob("*optim_states.pt"):
+        state = torch.load(path, weights_only=False, pickle_module=_Pickle)
+        del state["optimizer_state_dict"]["zero_stage"], state["optimizer_state_dict"]["loss_scaler"]
+        del state["optimizer_state_dict"]["param_slice_mappings"]
+        torch.save(state, path)
+    assert_holds(read(tmp_path), merged(groups))
+
+
+class _Pickle:
+    """Loads our own files without DeepSpeed."""
+
+    __name__ = "pickle"
+    import pickle
+
+    load = pickle.load
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            if module.startswith("deepspeed"):
+                return type(name, (int if name == "ZeroStageEnum" else object,), {})
+            return super().find_class(module, name)
+
+
+def test_padding_between_parameters_follows_the_recorded_fragments(tmp_path: Path) -> None:
+    values = parameters({"offset": (1,), "weight": (4, 5), "bias": (3,)})
+    holes = {"hole.0": torch.full((7,), 1e9), "hole.1": torch.full((4,), 1e9)}
+    padded = {
+        "offset": values["offset"],
+        "hole.0": holes["hole.0"],
+        "weight": values["weight"],
+        "hole.1": holes["hole.1"],
+        "bias": values["bias"],
+    }
+    copies = {n: t.bfloat16() for n, t in values.items()}
+    folder = write_zero2(tmp_path, [padded], 2, module=copies, param_alignment_paddings=[[7, 4, 0]])
+    model_states(folder / "mp_rank_00_model_states.pt", copies, [values], world=2, stage=2)
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert differing(manifest) == []
+
+
+def test_shared_parameters_are_ties(tmp_path: Path) -> None:
+    groups = two_groups()
+    values = merged(groups)
+    module = {**{n: t.bfloat16() for n, t in values.items()}}
+    module["head.weight"] = module["embed.weight"]
+    write_zero2(tmp_path, groups, 2, module=module, model={"shared_params": {"head.weight": "embed.weight"}})
+    manifest = read(tmp_path)
+    assert manifest.ties == {"head.weight": "embed.weight"}
+    assert_holds(manifest, values)
+    assert differing(manifest) == []
+
+
+def test_an_alias_that_no_record_names_is_found_by_its_storage(tmp_path: Path) -> None:
+    groups = two_groups()
+    embed = merged(groups)["embed.weight"].bfloat16()
+    module = {"head.weight": embed, **{n: t.bfloat16() for n, t in merged(groups).items()}, "embed.weight": embed}
+    write_zero2(tmp_path, groups, 2, module=module)
+    assert read(tmp_path).ties == {"head.weight": "embed.weight"}
+
+
+def test_a_shared_parameter_without_its_owner_is_refused(tmp_path: Path) -> None:
+    write_zero2(tmp_path, two_groups(), 2, model={"shared_params": {"head.weight": "elsewhere.weight"}})
+    with pytest.raises(InconsistentCheckpointError, match="owner"):
+        read(tmp_path)
+
+
+def test_buffers_and_frozen_weights_come_from_the_module_where_nothing_else_has_them(tmp_path: Path) -> None:
+    groups = two_groups()
+    extra = {"running": torch.arange(3), "frozen.weight": torch.randn(2, 3).bfloat16()}
+    module = {**{n: t.bfloat16() for n, t in merged(groups).items()}, **extra}
+    write_zero2(tmp_path, groups, 2, module=module, model={"buffer_names": ["running"], "frozen_param_shapes": None})
+    assert_holds(read(tmp_path), {**merged(groups), **extra})
+
+
+def test_frozen_weights_of_zero_2_are_whole(tmp_path: Path) -> None:
+    groups = two_groups()
+    frozen = torch.randn(2, 3).bfloat16()
+    write_zero2(
+        tmp_path,
+        groups,
+        2,
+        module={**{n: t.bfloat16() for n, t in merged(groups).items()}, "frozen.weight": frozen},
+        model={"frozen_param_shapes": {"frozen.weight": (2, 3)}, "frozen_param_fragments": {"frozen.weight": frozen}},
+    )
+    assert_holds(read(tmp_path), {**merged(groups), "frozen.weight": frozen})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"frozen_param_shapes": {"lost.weight": (4, 4)}},
+        {"frozen_param_shapes": {"lost.weight": (4, 4)}, "frozen_param_fragments": {"lost.weight": torch.empty(0)}},
+    ],
+)
+def test_frozen_weights_that_were_saved_empty_are_named(tmp_path: Path, model: dict[str, object]) -> None:
+    write_zero3(tmp_path, two_groups(), 2, module={"lost.weight": torch.empty(0)}, **model)
+    with pytest.raises(IncompleteCheckpointError, match=r"lost\.weight"):
+        read(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 12)
+    (folder / "bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="ranks 11"):
+        read(tmp_path)
+    [location] = FORMAT.find(tmp_path)
+    assert FORMAT.check(location).state == "in-progress"
+
+
+def test_a_missing_model_file_of_zero_3_is_named(tmp_path: Path) -> None:
+    folder = write_zero3(tmp_path, two_groups(), 3)
+    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="model states of 1 of 3"):
+        read(tmp_path)
+
+
+def test_files_of_a_wider_run_are_foreign(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    optim_states(folder / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", 2, two_groups(), world=4)
+    with pytest.raises(InconsistentCheckpointError, match="bf16_zero_pp_rank_2"):
+        read(tmp_path)
+
+
+def test_a_rank_of_a_run_of_another_width_is_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 3)
+    optim_states(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1, two_groups(), world=4)
+    with pytest.raises(InconsistentCheckpointError, match="partition_count"):
+        read(tmp_path)
+
+
+def test_one_rank_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    shutil.copy(
+        folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    )
+    with pytest.raises(InconsistentCheckpointError, match="same rank"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_short_slice_is_refused(tmp_path: Path, rank: int) -> None:
+    groups = [parameters({"w": (50, 3)})]
+    folder = write_zero2(tmp_path, groups, 3)
+    optim_states(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", rank, groups, world=3, cut=5)
+    with pytest.raises(InconsistentCheckpointError, match=r"slice"):
+        read(tmp_path)
+
+
+def test_a_group_that_is_much_longer_than_its_parameters_is_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, [parameters({"w": (60, 3)})], 2, recorded=False)
+    shorter = parameters({"w": (50, 3)})
+    copies = {n: t.bfloat16() for n, t in shorter.items()}
+    model_states(folder / "mp_rank_00_model_states.pt", copies, [shorter], world=2, stage=2)
+    with pytest.raises(InconsistentCheckpointError, match="don't hold"):
+        read(tmp_path)
+
+
+def test_ranks_at_different_optimizer_steps_are_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    optim_states(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1, two_groups(), world=2, step=6)
+    with pytest.raises(InconsistentCheckpointError, match="optimizer step"):
+        read(tmp_path)
+
+
+def test_model_files_of_different_steps_are_refused(tmp_path: Path) -> None:
+    folder = write_zero3(tmp_path, two_groups(), 2)
+    other = write_zero3(tmp_path / "other", two_groups(), 2, global_steps=6)
+    shutil.copy(
+        other / "zero_pp_rank_1_mp_rank_00_model_states.pt", folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    )
+    with pytest.raises(InconsistentCheckpointError, match="global_steps"):
+        read(tmp_path)
+
+
+def test_names_in_another_order_than_the_optimizer_recorded_are_refused(tmp_path: Path) -> None:
+    values = parameters({"a": (4, 4), "b": (4, 4)})
+    folder = write_zero2(tmp_path, [values], 2)
+    swapped = {"b": values["b"], "a": values["a"]}
+    copies = {n: t.bfloat16() for n, t in values.items()}
+    model_states(folder / "mp_rank_00_model_states.pt", copies, [swapped], world=2, stage=2)
+    with pytest.raises(InconsistentCheckpointError, match="recorded another place"):
+        read(tmp_path)
+
+
+def test_every_cut_file_is_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for size in (0, 10, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            with pytest.raises(CheckpointError):
+                read(tmp_path)
+        path.write_bytes(whole)
+    assert_holds(read(tmp_path), merged(two_groups()))
+
+
+def test_latest_decides_between_tags_and_any_tag_is_allowed(tmp_path: Path) -> None:
+    old, new = two_groups(), [{n: t + 1 for n, t in g.items()} for g in two_groups()]
+    write_zero2(tmp_path, old, 2, tag="best so far")
+    write_zero2(tmp_path, new, 2, tag="global_step8", model={"global_steps": 8})
+    assert_holds(read(tmp_path), merged(new))
+    assert_holds(read(tmp_path / "best so far"), merged(old))
+    assert {location.path.name for location in FORMAT.find(tmp_path)} == {"best so far", "global_step8"}
+    assert locate(tmp_path).path.name == "global_step8"
+
+
+def test_a_tag_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    write_zero2(tmp_path, two_groups(), 2)
+    for tag in ("global_step9", "../" + tmp_path.name + "/global_step7", "", "."):
+        (tmp_path / "latest").write_text(tag)
+        with pytest.raises(IncompleteCheckpointError, match="global_step7"):
+            read(tmp_path)
+
+
+def test_a_folder_without_latest_is_found_by_its_tag(tmp_path: Path) -> None:
+    save = tmp_path / "epoch=1-step=20187.ckpt"
+    write_zero2(save, two_groups(), 11, tag="checkpoint", latest=False)
+    location = locate(tmp_path)
+    assert location.path == save / "checkpoint"
+    assert location.global_step == 20187
+    assert_holds(FORMAT.read(location, ReadOptions()), merged(two_groups()))
+
+
+def test_lightning_folders_say_that_their_names_are_wrapped(tmp_path: Path) -> None:
+    write_zero2(tmp_path, two_groups(), 2, model={"pytorch-lightning_version": "2.6"})
+    assert read(tmp_path).wrapped
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path / "save", two_groups(), 2)
+    path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.rename(tmp_path / "elsewhere.pt")
+    path.symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(CheckpointError, match="leads out"):
+        read(tmp_path / "save")
+
+
+def test_zero_2_without_its_optimizer_files_is_incomplete(tmp_path: Path) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError, match="optimizer states are missing"):
+        read(tmp_path)
+
+
+def write_stage_0(save: Path, module: Mapping[str, Tensor], **optimizer: object) -> None:
+    state = {"state": {}, "param_groups": [{"params": list(range(len(module)))}], **optimizer}
+    model_states(save / "t" / "mp_rank_00_model_states.pt", module, None, world=2, stage=0, optimizer=state)
+    (save / "latest").write_text("t")
+
+
+def test_stage_0_of_an_fp32_run_is_the_module(tmp_path: Path) -> None:
+    values = parameters(ODD)
+    write_stage_0(tmp_path, values)
+    assert_holds(read(tmp_path), values)
+    assert read(tmp_path).world_size == 2
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_masters_of_stage_0_get_the_names_of_the_module(tmp_path: Path, flat: bool) -> None:
+    values = parameters(ODD)
+    module = {name: tensor.half() for name, tensor in values.items()}
+    module["head.weight"] = module["embed.weight"]
+    if flat:
+        write_stage_0(tmp_path, module, fp32_groups_flat=[torch.cat([t.reshape(-1) for t in values.values()])])
+    else:
+        matrices, vectors = [t for t in values.values() if t.ndim > 1], [t for t in values.values() if t.ndim < 2]
+        write_stage_0(tmp_path, module, fp32_groups=[matrices, vectors])
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert manifest.ties == {"head.weight": "embed.weight"}
+    assert len(manifest.equal) == len(values)
+    assert differing(manifest) == []
+
+
+def test_masters_that_could_be_two_parameters_are_not_used(tmp_path: Path) -> None:
+    values = parameters({"a": (3, 3), "b": (3, 3), "c": (3, 3)})
+    module = {name: tensor.half() for name, tensor in values.items()}
+    write_stage_0(tmp_path, module, fp32_groups=[[values["b"]], [values["a"], values["c"]]])
+    manifest = read(tmp_path)
+    assert_holds(manifest, module)
+    assert any("2 of them could be a" in note for note in manifest.notes)
+
+
+def test_a_master_without_its_parameter_is_refused(tmp_path: Path) -> None:
+    values = parameters(ODD)
+    module = {name: tensor.half() for name, tensor in values.items() if name != "layer.bias"}
+    write_stage_0(tmp_path, module, fp32_groups=[list(values.values())])
+    with pytest.raises(InconsistentCheckpointError, match="not in `module`"):
+        read(tmp_path)
+
+
+def test_the_copy_beside_a_trainers_folder_proves_zero_3(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save = tmp_path / "checkpoint-7"
+    groups = two_groups()
+    write_zero3(save, groups, 2)
+    copies = {name: tensor.bfloat16() for name, tensor in merged(groups).items()}
+    copies["norm.weight"] = copies["norm.weight"] * 2
+    save_file(copies, save / "model.safetensors")
+    (save / "config.json").write_text('{"model_type": "llama"}')
+    assert read(save).equal == ()  # no trainer_state.json: it may be any model
+    (save / "trainer_state.json").write_text("{}")
+    location = locate(save)
+    manifest = FORMAT.read(location, ReadOptions())
+    assert (location.layout, manifest.layout) == ("deepspeed", "deepspeed")
+    assert differing(manifest) == ["norm.weight"]
+    assert manifest.config_dir == save
+
+
+def test_a_trainers_folder_whose_latest_is_not_written_yet_is_no_hugging_face_model(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save = tmp_path / "checkpoint-7"
+    write_zero3(save, two_groups(), 2)
+    (save / "latest").unlink()
+    save_file({"w": torch.ones(2)}, save / "model.safetensors")
+    location = locate(save)
+    assert location.layout == "deepspeed"
+    assert FORMAT.check(location).state == "in-progress"
+
+
+def test_mics_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    write_zero3(tmp_path, two_groups(), 2, ds_config=config)
+    with pytest.raises(UnsupportedCheckpointError, match="MiCS"):
+        read(tmp_path)
+
+
+FIXTURES = [
+    "ds-autotp2-z1-bf16-w2",
+    "ds-bf16opt-z1-w2",
+    "ds-moe-z1-fp32-ep1-w2",
+    "ds-pipe-z0-fp32-pp2",
+    "ds-universal-z1-bf16-w2",
+    "ds-universal-z3-bf16-w2-flat",
+    "ds-z0-fp32-w2",
+    "ds-z1-bf16-w2",
+    "ds-z2-bf16-w2-frozen",
+    "ds-z2-bf16-w2-tied",
+    "ds-z2-fp32-w3-pad",
+    "ds-z3-bf16-w2",
+    "ds-z3-bf16-w3-frozen-pad",
+    "ds0144-z2-bf16-w3-pad",
+    "trainer-ds-z2-w2",
+]
+
+
+@pytest.mark.parametrize("fixture", FIXTURES)
+def test_folders_that_deepspeed_wrote_hold_the_expected_bits(fixtures_dir: Path, fixture: str) -> None:
+    from safetensors.torch import load_file
+
+    location = locate(fixtures_dir / fixture / "input")
+    manifest = FORMAT.read(location, ReadOptions())
+    expected = load_file(fixtures_dir / fixture / "expected.safetensors")
+    for alias, owner in manifest.ties.items():
+        assert torch.equal(expected.pop(alias), expected[owner])
+    assert_holds(manifest, expected)
+    assert differing(manifest) == []
+    assert FORMAT.check(location).state == "complete"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "message"),
+    [
+        ("bad-ds-latest-missing-dir", "global_step3"),
+        ("bad-ds-missing-rank", "1 of 3"),
+        ("bad-ds-rank-size-mismatch", "slice of rank 1"),
+    ],
+)
+def test_broken_folders_are_refused(fixtures_dir: Path, fixture: str, message: str) -> None:
+    location = locate(fixtures_dir / fixture / "input")
+    with pytest.raises(CheckpointError, match=message):
+        FORMAT.read(location, ReadOptions())
+    assert FORMAT.check(location).state == "incomplete"

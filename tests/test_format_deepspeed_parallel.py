@@ -1,0 +1,281 @@
+"""DeepSpeed folders of several model-parallel ranks, of experts and of pipelines, and universal checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, UnsupportedCheckpointError
+from deepspeed_writer import model_states, optim_states, parameters, write_zero2, write_zero3
+from test_format_deepspeed import assert_holds, differing, read
+
+MODEL = {
+    "embed.weight": (6, 4),
+    "q.weight": (8, 4),
+    "q.bias": (8,),
+    "o.weight": (4, 8),
+    "o.bias": (4,),
+    "norm.weight": (4,),
+    "head.weight": (6, 4),
+}
+ROW = [r"^o\.weight$", r"^o\.bias$"]
+COPIED = [r"^embed\.weight$", r"^norm\.weight$"]
+INFO = {
+    "universal_checkpoint_version": 0.4,
+    "parameter_with_row_parallelism_patterns": ROW,
+    "tp_replicated_parameter_patterns": COPIED,
+    "vocabulary_parameter_patterns": [r"^head\.weight$"],
+    "original_vocab_size": 6,
+    "parameter_with_sub_params": [],
+}
+
+
+def cut(name: str, tensor: Tensor, rank: int, ranks: int = 2) -> Tensor:
+    if name in ("embed.weight", "norm.weight", "o.bias"):
+        return tensor
+    return tensor.chunk(ranks, 1 if name == "o.weight" else 0)[rank].contiguous()
+
+
+def write_tensor_parallel(save: Path, values: Mapping[str, Tensor], dp: int, info: object) -> Path:
+    for rank in range(2):
+        mine = {name: cut(name, tensor, rank) for name, tensor in values.items()}
+        model = {"mp_world_size": 2} | ({} if info is None else {"universal_checkpoint_info": info})
+        write_zero2(save, [mine], dp, mp=rank, model=model)
+    return save / "global_step7"
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_tensor_parallel_ranks_are_joined_by_the_patterns(tmp_path: Path, dp: int) -> None:
+    values = parameters(MODEL)
+    write_tensor_parallel(tmp_path, values, dp, INFO)
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert differing(manifest) == []
+    assert manifest.world_size == 2 * dp
+
+
+def test_padded_vocabulary_rows_are_cut_off(tmp_path: Path) -> None:
+    values = parameters(MODEL)
+    padded = {**values, "head.weight": torch.cat([values["head.weight"], torch.zeros(2, 4)])}
+    write_tensor_parallel(tmp_path, padded, 1, INFO)
+    assert_holds(read(tmp_path), values)
+
+
+def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
+    values = parameters(MODEL)
+    write_tensor_parallel(tmp_path, values, 1, INFO)
+    other = {name: cut(name, tensor, 1) for name, tensor in values.items()} | {"norm.weight": torch.ones(4)}
+    model = {"mp_world_size": 2, "universal_checkpoint_info": INFO}
+    write_zero2(tmp_path, [other], 1, mp=1, model=model)
+    assert differing(read(tmp_path)) == ["norm.weight"]
+
+
+def affine_entry(shape: list[int], rows: list[list[int]]) -> dict[str, object]:
+    """Boxes of whole rows: for each rank, the row ranges of the logical tensor that it holds one after another."""
+    ranks = {}
+    width = shape[1]
+    for rank, ranges in enumerate(rows):
+        pieces, at = [], 0
+        for begin, end in zip(ranges[::2], ranges[1::2], strict=True):
+            pieces.append(
+                {"shape": [end - begin, width], "source": [begin * width, [width, 1]], "dest": [at * width, [width, 1]]}
+            )
+            at += end - begin
+        ranks[rank] = {"shard_shape": [at, width], "pieces": pieces}
+    return {"logical_shape": shape, "ranks": ranks}
+
+
+def test_a_fused_parameter_is_joined_by_its_boxes(tmp_path: Path) -> None:
+    values = parameters({"qkv.weight": (12, 4)})
+    q, k, v = values["qkv.weight"].chunk(3)
+    entry = affine_entry([12, 4], [[0, 2, 4, 6, 8, 10], [2, 4, 6, 8, 10, 12]])
+    info = {**INFO, "affine_map": {"version": 1, "params": {r"^qkv\.weight$": entry}}}
+    for rank in range(2):
+        mine = {"qkv.weight": torch.cat([t.chunk(2)[rank] for t in (q, k, v)])}
+        write_zero2(tmp_path, [mine], 2, mp=rank, model={"mp_world_size": 2, "universal_checkpoint_info": info})
+    assert_holds(read(tmp_path), values)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        None,
+        {"universal_checkpoint_version": 0.2},
+        {**INFO, "parameter_with_sub_params": [{"patterns": ["q"]}]},
+        {**INFO, "parameter_with_row_parallelism_patterns": ["^(a+)+$"]},
+    ],
+)
+def test_tensor_parallel_folders_that_don_t_tell_enough_are_refused_by_name(tmp_path: Path, info: object) -> None:
+    write_tensor_parallel(tmp_path, parameters(MODEL), 1, info)
+    with pytest.raises(UnsupportedCheckpointError, match="tensor-parallel"):
+        read(tmp_path)
+
+
+def test_half_of_a_tensor_parallel_model_is_incomplete(tmp_path: Path) -> None:
+    folder = write_tensor_parallel(tmp_path, parameters(MODEL), 1, INFO)
+    for path in folder.glob("*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError, match="mp_world_size"):
+        read(tmp_path)
+
+
+def expert_names(experts: range) -> dict[str, tuple[int, ...]]:
+    base = "layers.0.moe.deepspeed_moe.experts.deepspeed_experts"
+    return {f"{base}.{e}.{name}": shape for e in experts for name, shape in (("w", (3, 5)), ("b", (3,)))}
+
+
+DENSE = {"embed.weight": (5, 3), "layers.0.moe.deepspeed_moe.gate.wg.weight": (4, 3)}
+
+
+def write_experts(folder: Path, values: Mapping[str, Tensor], experts: range) -> None:
+    for expert in experts:
+        mine = {name: tensor for name, tensor in values.items() if f".deepspeed_experts.{expert}." in name}
+        torch.save(mine, folder / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_are_joined_under_their_global_numbers(tmp_path: Path, ep: int) -> None:
+    dense, experts = parameters(DENSE), parameters(expert_names(range(4)), seed=1)
+    world, local = 4, 4 // ep
+    folder = tmp_path / "t"
+    names = list(expert_names(range(local)))
+
+    def group_of(rank: int) -> dict[str, Tensor]:
+        first = (rank % ep) * local
+        mine = list(expert_names(range(first, first + local)))
+        return {name: experts[theirs] for name, theirs in zip(names, mine, strict=True)}
+
+    model_states(
+        folder / "mp_rank_00_model_states.pt", dense, [dense, group_of(0)], world=world, stage=1, num_experts=[4]
+    )
+    for rank in range(world):
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        optim_states(path, rank, [dense, group_of(rank)], world=world, stage=1, counts=[world, world // ep])
+    write_experts(folder, experts, range(4))
+    (tmp_path / "latest").write_text("t")
+    manifest = read(tmp_path)
+    assert_holds(manifest, {**dense, **experts})
+    assert differing(manifest) == []
+    assert len(manifest.equal) == len(dense) + len(experts)
+    (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="expert"):
+        read(tmp_path)
+
+
+def test_a_model_of_experts_whose_files_are_gone_is_incomplete(tmp_path: Path) -> None:
+    dense = parameters(DENSE)
+    write_zero2(tmp_path, [dense], 1, model={"num_experts": [4, 4]})
+    with pytest.raises(IncompleteCheckpointError, match="expert"):
+        read(tmp_path)
+
+
+LAYERS = {0: {"weight": (6, 4)}, 1: {"w": (4, 4), "b": (4,)}, 3: {"w": (4, 4), "b": (4,)}, 4: {"weight": (6, 4)}}
+
+
+def write_pipeline(save: Path, *, zero: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    values = {n: parameters(shapes, seed=n) for n, shapes in LAYERS.items()}
+    folder = save / "t"
+    for stage, layers in enumerate(((0, 1), (3, 4))):
+        named = {f"{n}.{name}": t for n in layers for name, t in values[n].items()}
+        optimizer = None if zero else {"state": {}, "param_groups": [{"params": list(range(len(named)))}]}
+        model_states(
+            folder / f"mp_rank_{stage:02d}_model_states.pt",
+            None,
+            [named] if zero else None,
+            world=2 if zero else 1,
+            stage=int(zero),
+            optimizer=optimizer,
+            mp_world_size=2,
+        )
+        for rank in range(2 if zero else 0):
+            path = folder / f"zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"
+            optim_states(path, rank, [named], world=2, stage=1)
+    for n, layer in values.items():
+        torch.save({name: t.to(dtype) for name, t in layer.items()}, folder / f"layer_{n:02d}-model_states.pt")
+    (save / "latest").write_text("t")
+    return {f"{n}.{name}": t for n, layer in values.items() for name, t in layer.items()}
+
+
+def test_pipeline_layers_are_joined_without_zero(tmp_path: Path) -> None:
+    values = write_pipeline(tmp_path, zero=False)
+    assert_holds(read(tmp_path), values)
+
+
+def test_pipeline_masters_are_joined_within_their_stage(tmp_path: Path) -> None:
+    values = write_pipeline(tmp_path, zero=True, dtype=torch.bfloat16)
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert len(manifest.equal) == len(values)
+    assert differing(manifest) == []
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_missing_layer_of_a_pipeline_is_noticed(tmp_path: Path, zero: bool, layer: int) -> None:
+    write_pipeline(tmp_path, zero=zero)
+    (tmp_path / "t" / f"layer_{layer:02d}-model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError):
+        read(tmp_path)
+
+
+def test_a_missing_stage_of_a_pipeline_is_noticed(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, zero=True)
+    for path in (tmp_path / "t").glob("*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError):
+        read(tmp_path)
+
+
+def test_tied_layers_of_a_pipeline_are_refused_by_name(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, zero=False)
+    first = torch.load(tmp_path / "t" / "layer_00-model_states.pt")
+    torch.save(first, tmp_path / "t" / "layer_04-model_states.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="tied"):
+        read(tmp_path)
+
+
+def write_universal(save: Path, values: Mapping[str, Tensor], *, flat: bool) -> Path:
+    folder = write_zero3(save, [values], 2) if flat else write_zero2(save, [values], 2)
+    (save / "latest").unlink()
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    for name, tensor in values.items():
+        place = folder / "zero" / name
+        place.mkdir(parents=True)
+        torch.save(tensor.reshape(-1) if flat else {"param": tensor, "cat_dim": 0}, place / "fp32.pt")
+        torch.save(torch.full_like(tensor, torch.nan), place / "exp_avg.pt")
+    torch.save({"fp32_flat_groups": []}, folder / "zero" / "optimizer_state.pt")
+    (save / "latest_universal").write_text(folder.name)
+    return folder
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_universal_checkpoints_are_read_name_by_name(tmp_path: Path, flat: bool) -> None:
+    values = parameters(MODEL)
+    folder = write_universal(tmp_path, values, flat=flat)
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert differing(manifest) == []
+    assert len(manifest.equal) == (0 if flat else len(values))
+    (folder / "zero" / "o.bias" / "fp32.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError):
+        read(tmp_path)
+
+
+def test_a_universal_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = write_universal(tmp_path, parameters(MODEL), flat=True)
+    torch.save(torch.ones(23), folder / "zero" / "embed.weight" / "fp32.pt")
+    with pytest.raises(InconsistentCheckpointError, match="shape"):
+        read(tmp_path)
+
+
+def test_a_universal_parameter_that_nothing_names_is_refused(tmp_path: Path) -> None:
+    folder = write_universal(tmp_path, parameters(MODEL), flat=False)
+    (folder / "zero" / "new.weight").mkdir()
+    torch.save(torch.ones(2), folder / "zero" / "new.weight" / "fp32.pt")
+    with pytest.raises(InconsistentCheckpointError, match=r"don't name"):
+        read(tmp_path)

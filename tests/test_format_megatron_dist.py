@@ -1,0 +1,163 @@
+"""Megatron-Core's torch_dist checkpoints: stacked by a naive conversion, saved by DCP, read back as windows."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, UnsupportedCheckpointError
+from ckptflow.formats.base import Location, ReadOptions
+from ckptflow.formats.dcp import DcpDirectory
+from ckptflow.formats.megatron_dist import MegatronDistCheckpoint
+from ckptflow.formats.registry import find_at, locate
+from ckptflow.manifest import CheckpointManifest
+from megatron_models import CONFIGS, EXPERTS, Tensors, args_of, config_of, hf_model, is_sparse, megatron_layer, padded
+from reading import read_source
+
+FORMAT = MegatronDistCheckpoint()
+EXPERT_KEY = "mlp.experts.local_experts."
+
+
+def dist_tensors(hf: Tensors, config: dict[str, Any], one_by_one: bool = False) -> Tensors:
+    """Global tensors under Megatron's keys: layers and experts stacked where all layers have the same tensors.
+
+    ``one_by_one`` is ``singleton_local_shards``: layers and experts in the names, gate and up apart.
+    """
+    layers = [megatron_layer(hf, n, config, fused=True) for n in range(config["num_hidden_layers"])]
+    found = {
+        "embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"], 16),
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        found["output_layer.weight"] = padded(hf["lm_head.weight"], 16)
+    if one_by_one:
+        for n, layer in enumerate(layers):
+            for name, tensor in layer.items():
+                key = f"decoder.layers.{n}.{name.replace('local_experts', 'experts')}"
+                if ".linear_fc1.weight" in key:
+                    found[f"{key}_w"], found[f"{key}_v"] = tensor.chunk(2)
+                else:
+                    found[key] = tensor
+        return found
+    stacked = [with_stacked_experts(layer) for layer in layers]
+    if len({is_sparse(config, n) for n in range(len(layers))}) > 1:
+        return found | {f"decoder.layers.{n}.{k}": t for n, layer in enumerate(stacked) for k, t in layer.items()}
+    return found | {f"decoder.layers.{k}": torch.stack([layer[k] for layer in stacked]) for k in stacked[0]}
+
+
+def with_stacked_experts(layer: Tensors) -> Tensors:
+    found = {name: tensor for name, tensor in layer.items() if not name.startswith(EXPERT_KEY)}
+    for name in [n for n in layer if n.startswith(f"{EXPERT_KEY}0.")]:
+        rest = name.removeprefix(f"{EXPERT_KEY}0.")
+        found[f"mlp.experts.experts.{rest}"] = torch.stack([layer[f"{EXPERT_KEY}{e}.{rest}"] for e in range(EXPERTS)])
+    return found
+
+
+def save(tensors: Tensors, out: Path, config: dict[str, Any], **args: Any) -> Path:
+    """As Megatron-LM does, with optimizer and extra state."""
+    state: dict[str, Any] = {
+        **tensors,
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.ones(3),
+        "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": io.BytesIO(b"x"),
+        "rng_state/shard_0.0_1.1": io.BytesIO(b"x"),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in one process
+        dcp.save(state, checkpoint_id=out, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    torch.save({"args": args_of(config, **args), "iteration": 10}, out / "common.pt")
+    (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (out.parent / "config").mkdir(exist_ok=True)
+    (out.parent / "config" / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def read(out: Path) -> CheckpointManifest:
+    (location,) = FORMAT.find(out)
+    return FORMAT.read(location, ReadOptions(config_dir=out.parent / "config"))
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["stacked", "singletons"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str, one_by_one: bool) -> None:
+    config = config_of(family)
+    hf = hf_model(config)
+    out = save(dist_tensors(hf, config, one_by_one), tmp_path / "iter_0000010", config)
+    manifest = read(out)
+    assert set(manifest.tensors) == set(hf)
+    for name, tensor in hf.items():
+        assert torch.equal(torch.from_numpy(read_source(manifest.tensors[name])), tensor), name
+    assert {entry.name for entry in manifest.left_out} == {"optimizer", "_extra_state", "rng_state"}
+    assert any("6 rows of vocabulary padding" in note for note in manifest.notes)
+    assert (manifest.ties != {}) == config["tie_word_embeddings"]
+
+
+def test_it_is_megatrons_and_not_plain_dcp(tmp_path: Path) -> None:
+    config = config_of("llama")
+    out = save(dist_tensors(hf_model(config), config), tmp_path / "iter_0000010", config)
+    assert DcpDirectory().find(out)
+    assert [location.layout for location in find_at(out)] == ["megatron-dist"]
+    assert FORMAT.check(find_at(out)[0]).state == "complete"
+
+
+def test_verl_keeps_it_below_the_actor_with_the_config_beside(tmp_path: Path) -> None:
+    config = config_of("qwen3-tied")
+    actor = tmp_path / "global_step_7" / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    (actor / "huggingface" / "config.json").write_text(json.dumps(config))
+    (actor / "transformer_config.json").write_text(json.dumps(vars(args_of(config))))
+    hf = hf_model(config)
+    save(dist_tensors(hf, config), actor / "dist_ckpt", config)
+    (actor / "config" / "config.json").unlink()
+    location = locate(tmp_path)
+    assert location == Location(
+        layout="megatron-dist", path=actor / "dist_ckpt", root=actor, global_step=7, role="actor"
+    )
+    manifest = FORMAT.read(location, ReadOptions())
+    assert manifest.config_dir == actor / "huggingface"
+    assert set(manifest.tensors) == set(hf)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_attention_heads", 2), ("num_query_groups", 4), ("apply_layernorm_1p", True), ("rotary_interleaved", True)],
+)
+def test_what_megatron_was_told_is_held_against_the_config(tmp_path: Path, key: str, value: Any) -> None:
+    config = config_of("llama")
+    out = save(dist_tensors(hf_model(config), config), tmp_path / "iter_0000010", config, **{key: value})
+    with pytest.raises((InconsistentCheckpointError, UnsupportedCheckpointError)):
+        read(out)
+
+
+def test_experts_that_are_missing_are_not_silently_left_out(tmp_path: Path) -> None:
+    config = config_of("mixtral")
+    tensors = dist_tensors(hf_model(config), config)
+    del tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    with pytest.raises(InconsistentCheckpointError, match="lacks a tensor"):
+        read(save(tensors, tmp_path / "iter_0000010", config))
+
+
+def test_without_metadata_json_the_save_is_not_done(tmp_path: Path) -> None:
+    config = config_of("llama")
+    out = save(dist_tensors(hf_model(config), config), tmp_path / "iter_0000010", config)
+    (out / "metadata.json").unlink()
+    (location,) = FORMAT.find(out)
+    assert FORMAT.check(location).state == "in-progress"
+    with pytest.raises(IncompleteCheckpointError, match=r"metadata\.json"):
+        read(out)
+
+
+def test_other_backends_are_refused_by_name(tmp_path: Path) -> None:
+    config = config_of("llama")
+    out = save(dist_tensors(hf_model(config), config), tmp_path / "iter_0000010", config)
+    (out / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(UnsupportedCheckpointError) as refused:
+        read(out)
+    assert refused.value.found == "zarr"

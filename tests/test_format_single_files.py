@@ -1,0 +1,206 @@
+"""Lightning's .ckpt files and full state dicts, written by torch.save in the trainers' structures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptflow.errors import (
+    AmbiguousCheckpointError,
+    CheckpointError,
+    InconsistentCheckpointError,
+    NotACheckpointError,
+    UnsupportedCheckpointError,
+)
+from ckptflow.formats.base import ReadOptions
+from ckptflow.formats.registry import check, locate, read
+from ckptflow.manifest import CheckpointManifest
+from ckptflow.transforms.prefix import NOT_IN_MODEL, without_wrapper_prefix
+from reading import read_source
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 20,
+    "tie_word_embeddings": False,
+}
+
+
+def open_at(path: Path, config: Path | None = None) -> CheckpointManifest:
+    return read(locate(path), ReadOptions(config_dir=config))
+
+
+def values(manifest: CheckpointManifest) -> dict[str, bytes]:
+    return {name: read_source(source).tobytes() for name, source in manifest.tensors.items()}
+
+
+def raw(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def llama() -> dict[str, Tensor]:
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (20, 8),
+        f"{layer}.self_attn.q_proj.weight": (8, 8),
+        f"{layer}.self_attn.k_proj.weight": (4, 8),
+        f"{layer}.self_attn.v_proj.weight": (4, 8),
+        f"{layer}.self_attn.o_proj.weight": (8, 8),
+        f"{layer}.mlp.gate_proj.weight": (12, 8),
+        f"{layer}.mlp.up_proj.weight": (12, 8),
+        f"{layer}.mlp.down_proj.weight": (8, 12),
+        f"{layer}.input_layernorm.weight": (8,),
+        f"{layer}.post_attention_layernorm.weight": (8,),
+        "model.norm.weight": (8,),
+        "lm_head.weight": (20, 8),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def write_lightning(path: Path, state_dict: dict[str, Tensor], step: int = 4) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(
+        {
+            "epoch": 0,
+            "global_step": step,
+            "pytorch-lightning_version": "2.6.6",
+            "state_dict": state_dict,
+            "optimizer_states": [{"state": {0: {"exp_avg": torch.full((500,), torch.nan)}}}],
+            "lr_schedulers": [],
+            "callbacks": {"ModelCheckpoint{'monitor': None}": {"kth_value": torch.tensor(0.0)}},
+        },
+        path,
+    )
+
+
+def test_a_lightning_file_is_its_state_dict(tmp_path: Path) -> None:
+    weights = {"net.weight": torch.randn(3, 4), "head.bias": torch.randn(3)}
+    write_lightning(tmp_path / "epoch=0-step=4.ckpt", weights)
+    manifest = open_at(tmp_path / "epoch=0-step=4.ckpt")
+    assert values(manifest) == raw(weights)
+    assert (manifest.layout, manifest.global_step, manifest.wrapped) == ("lightning", 4, True)
+    left_out = {entry.name: entry for entry in manifest.left_out}
+    assert left_out["optimizer_states"].nbytes == 2000
+    assert left_out["optimizer_states"].reason == "optimizer state, not weights"
+
+
+def test_each_lightning_file_of_a_directory_is_a_checkpoint_and_links_are_not(tmp_path: Path) -> None:
+    for step in (9, 10):
+        write_lightning(tmp_path / f"epoch=0-step={step}.ckpt", {"a.w": torch.ones(2), "b.w": torch.ones(2)}, step)
+    (tmp_path / "last.ckpt").symlink_to("epoch=0-step=10.ckpt")
+    with pytest.raises(AmbiguousCheckpointError, match="2 checkpoints"):
+        locate(tmp_path)
+    (tmp_path / "epoch=0-step=9.ckpt").unlink()
+    assert locate(tmp_path).global_step == 10
+    assert locate(tmp_path / "last.ckpt").path == tmp_path / "last.ckpt"
+
+
+def test_the_prefix_comes_from_the_config_and_other_tensors_are_left_out(tmp_path: Path) -> None:
+    weights = llama()
+    state_dict = {"ema_count": torch.tensor(3), **{f"model.{name}": t for name, t in weights.items()}}
+    write_lightning(tmp_path / "checkpoints" / "last.ckpt", state_dict)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    manifest = without_wrapper_prefix(open_at(tmp_path / "checkpoints" / "last.ckpt"))
+    assert values(manifest) == raw(weights)
+    assert [entry.name for entry in manifest.left_out if entry.reason == NOT_IN_MODEL] == ["ema_count"]
+
+
+def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    weights = {**llama(), "lm_head.weight": torch.ones(21, 8)}
+    write_lightning(tmp_path / "last.ckpt", {f"model.{name}": t for name, t in weights.items()})
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    with pytest.raises(InconsistentCheckpointError, match=r"model\.lm_head\.weight"):
+        without_wrapper_prefix(open_at(tmp_path / "last.ckpt"))
+
+
+def test_a_cut_lightning_file_is_not_complete(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write_lightning(path, {"a.w": torch.ones(200)})
+    path.write_bytes(path.read_bytes()[:-100])
+    location = locate(path)
+    assert check(location).state == "in-progress"
+    with pytest.raises(CheckpointError):
+        read(location, ReadOptions())
+
+
+def test_a_ckpt_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
+    torch.save({"weights": {"w": torch.ones(2)}}, tmp_path / "x.ckpt")
+    with pytest.raises(UnsupportedCheckpointError, match="state_dict"):
+        open_at(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("key", [None, "model", "state_dict", "module", "model_state_dict"])
+@pytest.mark.parametrize("name", ["final.pt", "final.pth", "weights.bin"])
+def test_a_full_state_dict_may_lie_under_one_key(tmp_path: Path, key: str | None, name: str) -> None:
+    weights = {"a.w": torch.randn(3), "b.w": torch.randn(2, 2)}
+    optimizer = {"state": {0: {"exp_avg": torch.full((9,), torch.nan)}}, "param_groups": []}
+    torch.save(weights if key is None else {"optimizer": optimizer, key: weights, "step": 3}, tmp_path / name)
+    manifest = open_at(tmp_path / name)
+    assert manifest.layout == "full-state-dict"
+    assert values(manifest) == raw(weights)
+    assert {entry.name for entry in manifest.left_out} == (set() if key is None else {"optimizer", "step"})
+
+
+def test_two_state_dicts_in_one_file_are_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.ones(2)}}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="under model, state_dict"):
+        open_at(tmp_path / "x.pt")
+
+
+def test_an_optimizers_file_is_not_a_model(tmp_path: Path) -> None:
+    state = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["w"]}]}
+    torch.save(state, tmp_path / "adam.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="not a model's state dict"):
+        open_at(tmp_path / "adam.pt")
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "mp_rank_00_model_states.pt", "rng_state_0.pth", "scheduler.pt"])
+def test_files_that_are_known_to_be_parts_of_something_else_are_no_models(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(NotACheckpointError):
+        locate(tmp_path / name)
+
+
+def test_names_on_one_storage_are_ties(tmp_path: Path) -> None:
+    embed = torch.randn(4, 2)
+    torch.save({"embed.weight": embed, "head.weight": embed, "n.w": torch.ones(1)}, tmp_path / "x.pt")
+    manifest = open_at(tmp_path / "x.pt")
+    assert manifest.ties == {"head.weight": "embed.weight"}
+    assert list(manifest.tensors) == ["embed.weight", "n.w"]
+
+
+def test_parts_that_wrappers_insert_leave_the_names(tmp_path: Path) -> None:
+    torch.save({"module._orig_mod.a.w": torch.ones(2), "module._orig_mod.b.w": torch.ones(2)}, tmp_path / "x.pt")
+    assert list(open_at(tmp_path / "x.pt").tensors) == ["a.w", "b.w"]
+
+
+def test_accelerates_full_state_dict_is_found_in_its_directory(tmp_path: Path) -> None:
+    weights = {"model.a.w": torch.randn(3), "lm_head.weight": torch.randn(2)}
+    torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+    torch.save({"state": {"model.a.w": {"exp_avg": torch.ones(3)}}, "param_groups": []}, tmp_path / "optimizer.bin")
+    (tmp_path / "random_states_0.pkl").write_bytes(b"\x80\x04N.")
+    assert values(open_at(tmp_path)) == raw(weights)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("lightning-ckpt/input/checkpoints/epoch=0-step=4.ckpt", "lightning-ckpt"),
+        ("lightning-ckpt/input/checkpoints/last.ckpt", "lightning-ckpt"),
+        ("acc-fsdp1-full-w2/input", "acc-fsdp1-full-w2"),
+    ],
+)
+def test_files_that_the_trainers_wrote_hold_the_expected_bits(fixtures_dir: Path, path: str, expected: str) -> None:
+    from safetensors.torch import load_file
+
+    manifest = without_wrapper_prefix(open_at(fixtures_dir / path))
+    assert values(manifest) == raw(load_file(fixtures_dir / expected / "expected.safetensors"))

@@ -1,0 +1,232 @@
+"""The second readers of sharded checkpoints put tensors together right, and notice files that don't belong together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed as dist
+
+from ckptflow.convert import convert
+from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
+from ckptflow.request import ConvertRequest
+from ckptflow.validate.reread.base import Rereader, boxes
+from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.fsdp import FsdpRereader
+from ckptflow.validate.reread.torch_stubs import load_rank_file
+from ckptflow.validate.verify import verify
+
+
+@contextmanager
+def rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """A process group in which this process is one rank and nobody else is there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def write_ranks(
+    directory: Path, mesh_shape: tuple[int, ...], tensors: Mapping[str, tuple[torch.Tensor, Sequence[object]]]
+) -> list[Path]:
+    """Rank files of DTensors as torch itself shards and pickles them.
+
+    Args:
+        directory: where to.
+        mesh_shape: ranks along each mesh dim.
+        tensors: name → (full tensor, placements).
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    world_size = int(torch.tensor(mesh_shape).prod())
+    paths = []
+    for rank in range(world_size):
+        with rank_of(world_size, rank):
+            mesh = init_device_mesh("cpu", mesh_shape)
+            state = {}
+            for name, (full, placements) in tensors.items():
+                replicated = DTensor.from_local(full, mesh, run_check=False)
+                state[name] = replicated.redistribute(mesh, placements)
+            paths.append(directory / f"model_world_size_{world_size}_rank_{rank}.pt")
+            torch.save({**state, "buffer": torch.arange(3.0)}, paths[-1])
+    return paths
+
+
+def read_whole(reader: Rereader, fqn: str, most_elements: int = 13) -> torch.Tensor:
+    """A tensor, read in small boxes."""
+    shape = reader.shape(fqn)
+    assert shape is not None
+    whole = torch.full(shape, float("nan"))
+    for offsets, sizes in boxes(shape, most_elements):
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = reader.read(fqn, offsets, sizes)
+    return whole
+
+
+MATRIX = torch.randn(12, 10, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """torch logs a line for every mesh that it unpickles."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "names"),
+    [
+        ((3,), ("Shard(0)",)),
+        ((3,), ("Shard(1)",)),
+        ((5,), ("Shard(0)",)),
+        ((16,), ("Shard(0)",)),
+        ((3,), ("Replicate()",)),
+        ((2, 2), ("Replicate()", "Shard(1)")),
+        ((2, 3), ("Shard(0)", "Shard(1)")),
+        ((2, 2), ("Shard(0)", "Shard(0)")),
+        ((2, 2, 2), ("Shard(1)", "Replicate()", "Shard(0)")),
+    ],
+    ids=str,
+)
+def test_dtensors_of_any_mesh_are_put_together(
+    tmp_path: Path, mesh_shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements = [{"Replicate()": Replicate(), "Shard(0)": Shard(0), "Shard(1)": Shard(1)}[name] for name in names]
+    reader = FsdpRereader(write_ranks(tmp_path, mesh_shape, {"w": (MATRIX, placements)}))
+    assert torch.equal(read_whole(reader, "w"), MATRIX)
+    assert torch.equal(read_whole(reader, "buffer"), torch.arange(3.0))
+    assert reader.shape("other") is None
+
+
+def test_swapped_rank_files_are_found_by_the_mesh_that_they_hold(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    first, second = write_ranks(tmp_path, (2,), {"w": (MATRIX, [Shard(0)])})
+    aside = first.rename(tmp_path / "aside")
+    second.rename(first)
+    aside.rename(second)
+    reader = FsdpRereader([first, second])
+    with pytest.raises(InconsistentCheckpointError, match="saved by another rank than its name says"):
+        reader.read("w", (0, 0), (12, 10))
+
+
+def test_a_rank_of_another_shape_is_found(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    (tmp_path / "other").mkdir()
+    first, _ = write_ranks(tmp_path, (2,), {"w": (MATRIX, [Shard(0)])})
+    _, second = write_ranks(tmp_path / "other", (2,), {"w": (MATRIX[:9], [Shard(0)])})
+    with pytest.raises(InconsistentCheckpointError):
+        FsdpRereader([first, second]).read("w", (0, 0), (12, 10))
+
+
+def test_a_missing_rank_leaves_a_gap(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    first, _ = write_ranks(tmp_path, (2,), {"w": (MATRIX, [Shard(0)])})
+    with pytest.raises(InconsistentCheckpointError, match="leave a gap"):
+        FsdpRereader([first]).read("w", (0, 0), (12, 10))
+
+
+def test_partial_sums_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    with rank_of(1, 0):
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"w": DTensor.from_local(MATRIX, mesh, [Partial()], run_check=False)}
+        torch.save(state, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="partial sums"):
+        FsdpRereader([tmp_path / "model_world_size_1_rank_0.pt"]).read("w", (0, 0), (12, 10))
+
+
+def test_loading_a_rank_file_leaves_torchs_own_allow_list_as_it_was(tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    (path,) = write_ranks(tmp_path, (1,), {"w": (MATRIX, [Shard(0)])})
+    load_rank_file(path)
+    assert isinstance(torch.load(path, weights_only=True)["w"], DTensor)
+
+
+class Opener:
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, ("pwned", "w")
+
+
+def test_code_in_a_rank_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": Opener()}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        FsdpRereader([tmp_path / "model_world_size_1_rank_0.pt"])
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_entries_are_put_at_their_offsets(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    state = {"model": {"w": MATRIX, "b": torch.arange(5.0)}, "optim": {"w": MATRIX * 2, "step": 3}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    files = {path.name: path for path in tmp_path.iterdir()}
+    reader = DcpRereader(tmp_path, files)
+    assert torch.equal(read_whole(reader, "w"), MATRIX)
+    assert torch.equal(read_whole(reader, "b"), torch.arange(5.0))
+    assert reader.shape("step") is None
+
+
+FSDP = [
+    "fsdp1_hsdp_2x2_llama",
+    "fsdp1_shardedtensor_w2_llama",
+    "fsdp1_torch24_w2_dtensor",
+    "fsdp1_torch24_w2_shardedtensor",
+    "fsdp1_w4_qwen2_uneven",
+    "fsdp2_torch24_w2_cuda_tags",
+    "fsdp2_tp_2x2_llama",
+    "fsdp2_w2_deepseekv3_buffer",
+    "fsdp2_w3_qwen2_mixed_dims",
+    "fsdp2_w4_llama_empty_shards",
+]
+
+
+@pytest.mark.parametrize("name", FSDP)
+def test_real_rank_files_equal_the_model_before_it_was_sharded(fixtures_dir: Path, name: str) -> None:
+    files = sorted((fixtures_dir / name / "input").rglob("model_world_size_*.pt"))
+    reader = FsdpRereader(files)
+    for fqn, wanted in load_file(fixtures_dir / name / "expected.safetensors").items():
+        offsets = (0,) * wanted.dim()
+        assert torch.equal(reader.read(fqn, offsets, tuple(wanted.shape)), wanted), fqn
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp_tp_2x2", "dcp_torch24_w2_model_optim", "acc-fsdp2-sharded-w2-bf16mp"])
+def test_real_dcp_directories_equal_the_model_before_it_was_sharded(fixtures_dir: Path, name: str) -> None:
+    found = sorted(p.parent for p in (fixtures_dir / name / "input").rglob(".metadata"))
+    (directory,) = (path for path in found if "optimizer" not in path.name)
+    reader = DcpRereader(directory, {p.name: p for p in directory.iterdir()})
+    for fqn, wanted in load_file(fixtures_dir / name / "expected.safetensors").items():
+        offsets = (0,) * wanted.dim()
+        assert torch.equal(reader.read(fqn, offsets, tuple(wanted.shape)), wanted), fqn
+
+
+def test_a_conversion_of_rank_files_is_compared_through_the_second_reader(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    source = tmp_path / "actor"
+    source.mkdir()
+    write_ranks(source, (2, 2), {"w": (MATRIX, [Shard(0), Shard(1)]), "v": (MATRIX * 3, [Shard(1), Shard(1)])})
+    convert(ConvertRequest(path=source, out=tmp_path / "out"))
+    report = verify(tmp_path / "out", against=source)
+    assert report.passed, report.failures
+    values = report.checks[-1]
+    assert (values.name, report.tensors_compared, report.differing_elements) == ("values", 3, 0)
+    assert values.figures["source read through"] == FsdpRereader.how
