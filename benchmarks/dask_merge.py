@@ -165,9 +165,8 @@ class Bench:
         return merge
 
     def _times(self, run: Mapping[str, Any]) -> dict[str, float]:
-        tasks = self._lab.task_runs(run)
-        merges = [task for task in tasks if task["name"].startswith("merge ")]
-        (before,) = (task for task in tasks if task["name"].startswith("check replicas"))
+        merges = self._lab.file_runs(run)
+        (before,) = (task for task in self._lab.task_runs(run) if task["name"].startswith("check replicas"))
         (table,) = (each for each in self._lab.artifacts(run) if each["key"] == "merge")
         first = min(_time(task["start_time"]) for task in merges)
         return {

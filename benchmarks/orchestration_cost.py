@@ -1,8 +1,9 @@
 """What Prefect costs: wall time of the flow beyond the library's own work, and of each further weight file.
 
 The same checkpoint is converted, verified and published to a directory by the library's functions in a plain process,
-and by the flow in a process that reports to a running server. Both are timed without imports, in turns. More weight
-files mean more tasks; the slope of the difference over their number is the cost of one.
+and by the flow in a process that reports to a running server. Both are timed without imports, in turns, and both ask a
+process that has imported transformers, as runs of a worker do. More weight files mean more tasks; the slope of the
+difference over their number is the cost of one.
 
     python benchmarks/orchestration_cost.py --gigabytes 1 --files 1 11 21 --rounds 5
 """
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptflow.askprocess import Server
 from measure import environment, spread
 
 HERE = Path(__file__).parent
@@ -68,14 +70,20 @@ def main() -> None:
     arguments = _parse()
     from watchlab import running_lab
 
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, running_lab(Path(directory)) as lab:
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
+        running_lab(Path(directory)) as lab,
+        Server(idle_seconds=86_400) as asked,
+    ):
+        variables = lab.environment | asked.environment()
         checkpoint = Path(directory) / "cost" / "global_step_10"
         make = [sys.executable, str(HERE / "synthetic.py"), str(checkpoint), "--gigabytes", str(arguments.gigabytes)]
         subprocess.run(make, check=True)
+        _time(LIBRARY, checkpoint, int(arguments.gigabytes * 1e9), variables)  # with which that process has its imports
         print(f"{arguments.gigabytes:g} GB, {arguments.rounds} rounds, {os.cpu_count()} CPUs; median [min..max] s\n")
         print("| weight files | library | flow | flow beyond it |\n|---|---|---|---|")
         points = [
-            _row(lambda program, most=most: _time(program, checkpoint, most, lab.environment), count, arguments.rounds)
+            _row(lambda program, most=most: _time(program, checkpoint, most, variables), count, arguments.rounds)
             for count in arguments.files
             for most in (_most_bytes(arguments.gigabytes, count),)
         ]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
-from prefect.utilities.annotations import unmapped
 
 from ckptflow.convert import claim
 from ckptflow.destinations import label_of
@@ -30,10 +28,10 @@ from ckptflow_flows.streaming import stream_model
 from ckptflow_flows.workplace import Workplace
 from ckptflow_tasks.planning import planned
 from ckptflow_tasks.proving import Proven, validate_model
-from ckptflow_tasks.reading import Inspected, cast_plan, inspect_checkpoint, shrink_plan
+from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
 from ckptflow_tasks.shrinking import shrink_source
 from ckptflow_tasks.step import heals
-from ckptflow_tasks.writing import check_equal, finish_model, merge_file, merged_files, merging
+from ckptflow_tasks.writing import check_equal, finish_model, merge_files
 
 # What running again on the same bytes gives again: the checkpoint is at fault, not the machine.
 REFUSALS = (CheckpointError, ValueRefusedError, VerificationError, UsageError)
@@ -137,13 +135,9 @@ def _make(request: ConvertRequest, label: str) -> str:
     inspected = shrink_plan(request, inspected, label)
     inspected = cast_plan(request, inspected, label)
     with claim(planned(request, inspected.fingerprint)) as record:
-        return str(request.out) if record is not None else _merge(request, inspected, label)
-
-
-def _merge(request: ConvertRequest, inspected: Inspected, label: str) -> str:
-    inspected = check_equal(request, inspected, label)
-    with one_server(), merging(planned(request, inspected.fingerprint)) as (order, futures):
-        numbers = list(range(len(inspected.weight_files)))
-        futures += merge_file.map(numbers, unmapped(request), unmapped(inspected), unmapped(label), unmapped(order))
-        files = merged_files(order, futures)
-    return finish_model(request, inspected, label, sorted(files, key=itemgetter("file")))
+        if record is not None:
+            return str(request.out)
+        inspected = check_equal(request, inspected, label)
+        with one_server():
+            files = merge_files(request, inspected, label)
+        return finish_model(request, inspected, label, files)

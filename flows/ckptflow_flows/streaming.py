@@ -8,7 +8,7 @@ from ckptflow.publish.streaming import claim_stream
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import VerifyOptions
 from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
-from ckptflow_tasks.streaming import prepare_destination, stream_weights, streaming_of, upload_rest, validate_stored
+from ckptflow_tasks.streaming import prepare_destination, stream_files, streaming_of, upload_rest, validate_stored
 from ckptflow_tasks.writing import check_equal
 
 
@@ -36,9 +36,6 @@ def stream_model(
         if published is not None:
             return published
         inspected = check_equal(request, inspected, label)
-        files = [
-            stream_weights(number, request, inspected, destination, label, place)
-            for number in range(len(inspected.weight_files))
-        ]
+        files = stream_files(request, inspected, destination, label, place)
         files = validate_stored(request, inspected, destination, files, forward, options, label, place)
         return upload_rest(request, inspected, destination, files, label, place)

@@ -89,35 +89,40 @@ def _mermaid(variables: Mapping[str, object], lines: Sequence[str]) -> str:
 class ByteProgress:
     """A progress artifact that counts bytes: called with the bytes done since the last call, by one thread at a time.
 
-    Updated at most once a second, since each update is a request that takes tens of milliseconds.
+    Shown at most once a second, since each time is a request that takes tens of milliseconds; what takes less than a
+    second is not shown at all.
     """
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self._what, self._total = what, max(total_bytes, 1)
         self._done = 0
-        self._started = self._updated = time.monotonic()
+        self._started = self._shown = time.monotonic()
         # The library calls back from threads of its own, which know nothing of the run and its server.
         self._context = contextvars.copy_context()
-        self._artifact: UUID | None = _create(create_progress_artifact, progress=0.0, description=self._text())
+        self._artifact: UUID | None = None
+        self._is_away = False
 
     def __call__(self, count: int) -> None:
         """Count ``count`` more bytes."""
         self._done += count
-        if time.monotonic() - self._updated >= UPDATE_SECONDS:
-            self.show()
+        if time.monotonic() - self._shown >= UPDATE_SECONDS:
+            self._show()
 
-    def show(self) -> None:
-        """Send the present figures now. After a failure no more are sent: work must not wait for a server again."""
+    def finish(self) -> None:
+        """Show the last figures, where any were shown."""
         if self._artifact is not None:
-            percent = min(100.0, 100.0 * self._done / self._total)
-            self._artifact = self._context.copy().run(
-                _create,
-                update_progress_artifact,
-                artifact_id=self._artifact,
-                progress=percent,
-                description=self._text(),
-            )
-        self._updated = time.monotonic()
+            self._show()
+
+    def _show(self) -> None:
+        if self._is_away:
+            return
+        show = create_progress_artifact if self._artifact is None else update_progress_artifact
+        known = {} if self._artifact is None else {"artifact_id": self._artifact}
+        percent = min(100.0, 100.0 * self._done / self._total)
+        figures = {"progress": percent, "description": self._text()}
+        self._artifact = self._context.copy().run(_create, show, **known, **figures)
+        self._is_away = self._artifact is None  # work must not wait for that server again
+        self._shown = time.monotonic()
 
     def _text(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-6)

@@ -29,7 +29,7 @@ def find_published(
     return is_published(location, destination.uri, destination.settings, recipe_of(request))
 
 
-@step("upload", run_name="upload {label} to {place}", timeout_seconds=LIMITS.upload_timeout_seconds, tags=("upload",))
+@step("upload", run_name="upload {label} to {place}", timeout_seconds=LIMITS.upload_timeout_seconds)
 def upload_model(proven: Proven, destination: Destination, label: str, place: str) -> PublishRecord:
     """Publish at one destination, read back, and show what is there."""
     directory = Path(proven.directory)
@@ -41,7 +41,7 @@ def upload_model(proven: Proven, destination: Destination, label: str, place: st
         progress=progress,
         overwrite=destination.overwrite,
     )
-    progress.show()
+    progress.finish()
     show_published(record, label)
     get_run_logger().info("%s sent to %s", format_bytes(record.sent_bytes), record.uri)
     return record

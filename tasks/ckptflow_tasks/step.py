@@ -29,7 +29,12 @@ HEALING_ERRNOS = frozenset(
 
 
 def step(
-    name: str, *, run_name: str | Callable[[], str], timeout_seconds: float | None, tags: tuple[str, ...] = ()
+    name: str,
+    *,
+    run_name: str | Callable[[], str],
+    timeout_seconds: float | None,
+    tags: tuple[str, ...] = (),
+    retries: int = LIMITS.retries,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a task of a function.
 
@@ -39,13 +44,14 @@ def step(
         timeout_seconds: stops it where it is called in the flow's own thread. Prefect can't stop other threads: a
             task that is mapped has to look at the clock itself, and passes None.
         tags: those that may have a limit. For each task with a tag Prefect asks the server for slots, and a server on
-            SQLite often answers that it is busy, which costs two seconds.
+            SQLite answers every second time that it is busy, which costs two seconds.
+        retries: 0 for a task of tasks, which are tried again themselves.
     """
     return task(
         name=name,
         task_run_name=run_name,
         tags=set(tags),
-        retries=LIMITS.retries,
+        retries=retries,
         retry_delay_seconds=exponential_backoff(backoff_factor=LIMITS.retry_delay_seconds),
         retry_jitter_factor=0.5,
         retry_condition_fn=can_heal,

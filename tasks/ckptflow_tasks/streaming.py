@@ -54,13 +54,22 @@ def prepare_destination(
     return record
 
 
+@step("stream", run_name="stream {label} to {place}", timeout_seconds=None, tags=(GPU,), retries=0)
+def stream_files(
+    request: ConvertRequest, inspected: Inspected, destination: Destination, label: str, place: str
+) -> list[Row]:
+    """Produce all weight files, one after the other; the limit on ``gpu`` is asked once for all, as in the merge."""
+    numbers = range(len(inspected.weight_files))
+    return [stream_weights(number, request, inspected, destination, label, place) for number in numbers]
+
+
 def _stream_run_name() -> str:
     parameters = runtime.task_run.parameters
     position = parameters["inspected"].position(parameters["number"])
     return f"stream {parameters['label']} file {position} to {parameters['place']}"
 
 
-@step("stream", run_name=_stream_run_name, timeout_seconds=LIMITS.upload_timeout_seconds, tags=(GPU, "upload"))
+@step("stream-file", run_name=_stream_run_name, timeout_seconds=LIMITS.upload_timeout_seconds)
 def stream_weights(
     number: int, request: ConvertRequest, inspected: Inspected, destination: Destination, label: str, place: str
 ) -> Row:
@@ -68,7 +77,7 @@ def stream_weights(
     streaming = streaming_of(request, inspected, destination)
     progress = artifacts.ByteProgress(f"file {inspected.position(number)}", weight_file_bytes(streaming.files[number]))
     file = stream_file(streaming, number, progress)
-    progress.show()
+    progress.finish()
     record = file.record
     get_run_logger().info("%s: %s, sha256 %s", record.name, format_bytes(record.nbytes), record.sha256)
     return _row(file)
@@ -113,7 +122,7 @@ def validate_stored(
     return list(files)
 
 
-@step("upload", run_name="upload {label} to {place}", timeout_seconds=LIMITS.upload_timeout_seconds, tags=("upload",))
+@step("upload", run_name="upload {label} to {place}", timeout_seconds=LIMITS.upload_timeout_seconds)
 def upload_rest(
     request: ConvertRequest,
     inspected: Inspected,

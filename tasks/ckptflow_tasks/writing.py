@@ -1,15 +1,20 @@
-"""merge: one task per weight file, in whatever process, then one that makes the directory whole."""
+"""merge: a task per weight file, in whatever process, inside one for all; then one that makes the directory whole.
+
+The merge as a whole holds a slot of the limit on ``gpu``: one for each file would cost requests, or seconds of waiting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 from prefect import get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Cancelled
+from prefect.utilities.annotations import unmapped
 
 from ckptflow.cli.console import format_bytes
 from ckptflow.conversion import Conversion
@@ -34,7 +39,7 @@ class FileTimeoutError(TimeoutError):
 
 
 @contextmanager
-def merging(conversion: Conversion) -> Iterator[tuple[Order, Futures]]:
+def _merging(conversion: Conversion) -> Iterator[tuple[Order, Futures]]:
     """However the block is left, no task of it works on: those put into the list are told to stop and waited for.
 
     Otherwise they would go on to write into a directory that is cleared away or renamed meanwhile.
@@ -47,14 +52,9 @@ def merging(conversion: Conversion) -> Iterator[tuple[Order, Futures]]:
         wait(futures)
 
 
-def merged_files(order: Order, futures: Sequence[PrefectFuture[Any]]) -> list[Row]:
-    """Wait for all of them; gives a row per weight file. Call it inside ``merging``.
-
-    Raises:
-        Exception: what the first task that failed raised; the others were stopped for it.
-        WorkerError: a worker stopped that nobody had told to.
-    """
-    wait(list(futures))
+def _merged(order: Order, futures: Futures) -> list[Row]:
+    """Wait for all of them; gives a row per weight file."""
+    wait(futures)
     # A cancelled task only tells that another one failed, and that one may have been lost with its worker.
     states = [(future.state, future) for future in futures]
     cancelled = [future for state, future in states if state.is_cancelled()]
@@ -74,7 +74,6 @@ def merged_files(order: Order, futures: Sequence[PrefectFuture[Any]]) -> list[Ro
     "check-replicas",
     run_name="check replicas of {label}",
     timeout_seconds=LIMITS.compare_timeout_seconds,
-    tags=(GPU,),
 )
 def check_equal(request: ConvertRequest, inspected: Inspected, label: str) -> Inspected:
     """Prove that replicas, ties and 16-bit copies hold the bits that they must."""
@@ -85,12 +84,26 @@ def check_equal(request: ConvertRequest, inspected: Inspected, label: str) -> In
     return inspected
 
 
-def _merge_run_name() -> str:
+@step("merge", run_name="merge {label}", timeout_seconds=None, tags=(GPU,), retries=0)
+def merge_files(request: ConvertRequest, inspected: Inspected, label: str) -> list[Row]:
+    """Write all weight files, several at a time; gives a row for each, by name.
+
+    Raises:
+        Exception: what the first file that failed raised; the others were stopped for it.
+        WorkerError: a worker stopped that nobody had told to.
+    """
+    numbers = list(range(len(inspected.weight_files)))
+    with _merging(planned(request, inspected.fingerprint)) as (order, futures):
+        futures += merge_file.map(numbers, unmapped(request), unmapped(inspected), unmapped(label), unmapped(order))
+        return sorted(_merged(order, futures), key=itemgetter("file"))
+
+
+def _file_run_name() -> str:
     parameters = runtime.task_run.parameters
     return f"merge {parameters['label']} file {parameters['inspected'].position(parameters['number'])}"
 
 
-@step("merge", run_name=_merge_run_name, timeout_seconds=None, tags=(GPU,))
+@step("merge-file", run_name=_file_run_name, timeout_seconds=None)
 def merge_file(
     number: int, request: ConvertRequest, inspected: Inspected, label: str, order: Order
 ) -> Row | State[Any]:
@@ -137,7 +150,7 @@ def _write(
         if not order.is_valid():
             return None
         record = write_file(conversion, number, progress, stop)
-    progress.show()
+    progress.finish()
     return record
 
 
