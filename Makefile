@@ -8,6 +8,9 @@ WORKERS ?= 2
 # A file at a time, in the order of tests/conftest.py: those that take longest begin first.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Python keeps what it compiles, even where the environment says not to: each process would compile its imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test docker-test test-all lint check lock clean
 

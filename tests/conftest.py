@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from ckptflow.askprocess import ADDRESS_VARIABLE, Server
+from servers.prefect_database import DIRECTORY_VARIABLE
 
-pytest_plugins = ["servers.fixtures", "published_run"]
+pytest_plugins = ["servers.fixtures", "published_run", "retention_run", "gpu_processes"]
 
 FIXTURES_ENV = "CKPTFLOW_FIXTURES"
 AN_HOUR_SECONDS = 3600
@@ -18,11 +20,14 @@ AN_HOUR_NS = AN_HOUR_SECONDS * 10**9
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One process that has imported transformers, for all questions to it from tests and from what they start."""
+    """What all processes of the session share: one that has imported transformers, and a migrated database."""
     if ADDRESS_VARIABLE not in os.environ:  # pytest-xdist's workers have it from the process that started them
         server = Server(idle_seconds=AN_HOUR_SECONDS)
-        os.environ |= server.environment()
-        config.add_cleanup(lambda: os.environ.pop(ADDRESS_VARIABLE))
+        directory = tempfile.TemporaryDirectory(prefix="ckptflow-tests-")
+        shared = server.environment() | {DIRECTORY_VARIABLE: directory.name}
+        os.environ |= shared
+        config.add_cleanup(lambda: [os.environ.pop(name) for name in shared])
+        config.add_cleanup(directory.cleanup)
         config.add_cleanup(server.stop)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ckptflow.demo.prefect_server import RunningPrefectServer, start_prefect_server
 from flowruns import FlowLab, flow_environment
+from servers.prefect_database import put_migrated_database
 from servers.seaweed import S3Server, running_seaweed
 
 
@@ -31,6 +32,7 @@ def s3_bucket_name(s3_server: S3Server) -> str:
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPrefectServer]:
     """One Prefect server for the whole session; a test finds its own flow runs by a run name of its own."""
     directory = tmp_path_factory.mktemp("prefect")
+    put_migrated_database(directory / "server")
     server = start_prefect_server(directory / "server", log_path=directory / "server.log")
     yield server
     server.stop()

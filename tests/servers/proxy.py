@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ class Proxy:
     def contents(self) -> list[tuple[str, str]]:
         """Key and part number ("" for whole objects) of all content that reached the server."""
         return [(each.key, each.query.get("partNumber", "")) for each in self.requests if each.is_content]
+
+    def settle(self) -> None:
+        """Wait until the server has answered all that was sent on, for a client that is dead by now too."""
+        deadline = time.monotonic() + 30
+        while len(self.passed) > len(self.requests):
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.02)
 
 
 @contextmanager
