@@ -1,4 +1,4 @@
-"""Real little files for the engine's tests: arrays stored in any element order, and plans that read them."""
+"""Real little files for the engine's tests: arrays stored in any element order, plans that read them, the output."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptflow.dtypes import DTYPES, DType, numpy_dtype
+from ckptflow.engine import EngineOptions, write_weight_file
+from ckptflow.engine.record import TensorRecord
 from ckptflow.plan import LoraFold, PlannedTensor, WeightFile
 from ckptflow.tensors import Piece, SourceFile, TensorSource, whole
 
@@ -121,3 +123,12 @@ def base_of(directory: Path, rows: int, columns: int) -> tuple[np.ndarray, Tenso
     """A base weight of random numbers."""
     values = np.random.default_rng(4).standard_normal((rows, columns), np.float32)
     return values, store(directory / "w", values, DTYPES["float32"])
+
+
+Written = tuple[bytes, tuple[TensorRecord, ...]]
+
+
+def write(file: WeightFile, path: Path, **options: object) -> Written:
+    """Write a weight file: its bytes, and the records of its tensors."""
+    record = write_weight_file(file, path, EngineOptions(durable=False, **options))  # type: ignore[arg-type]
+    return path.read_bytes(), record.tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -68,6 +69,10 @@ class FlowLab:
         """Task runs of a flow run, in the order of their start."""
         found = self.ask("task_runs/filter", _of(run))
         return sorted(found, key=lambda task_run: task_run["start_time"] or "")
+
+    def file_runs(self, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Those that merge a single weight file."""
+        return [each for each in self.task_runs(run) if re.match(r"merge .* file \d+ of \d+$", each["name"])]
 
     def artifacts(self, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Artifacts of a flow run, in the order in which they were made; tables are parsed."""

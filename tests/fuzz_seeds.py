@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import Shard
 
+import deepspeed_parallel_writer
 import deepspeed_writer
-import test_format_deepspeed_parallel as parallel
-import test_format_megatron_dist as megatron_dist
-import test_format_megatron_legacy as megatron_legacy
-import test_format_mxnet as mxnet
+import megatron_dist_writer
+import megatron_legacy_writer
+import mxnet_writer
+from dcp_hf_writer import CONFIG, EMBEDDING, NORM, write_rank
 from megatron_models import config_of, hf_model
+from peft_models import save_apart, trained
 from rank_writer import mesh_of, save_ranks, sharded
-from test_format_dcp_hf import CONFIG, EMBEDDING, NORM, write_rank
-from test_lora_plan import save_apart, trained
 
 SHAPES = {
     "embed.weight": (6, 4),
@@ -138,12 +138,14 @@ def dcp_hf(root: Path) -> Seed:
 
 def megatron_dist_checkpoint(root: Path) -> Seed:
     config = config_of("llama", layers=2)
-    megatron_dist.save(megatron_dist.dist_tensors(hf_model(config), config), root / "iter_0000010", config)
+    megatron_dist_writer.save(
+        megatron_dist_writer.dist_tensors(hf_model(config), config), root / "iter_0000010", config
+    )
     return Seed("iter_0000010", {"config_dir": "config"})
 
 
 def megatron_legacy_checkpoint(root: Path) -> Seed:
-    megatron_legacy.write(root, config_of("llama", layers=2), (2, 2, 1))
+    megatron_legacy_writer.write(root, config_of("llama", layers=2), (2, 2, 1))
     return Seed("iter_0000010", {"config_dir": "config"})
 
 
@@ -166,12 +168,12 @@ def zero_0(root: Path) -> Seed:
 
 
 def pipeline(root: Path) -> Seed:
-    parallel.write_pipeline(root, zero=True)
+    deepspeed_parallel_writer.write_pipeline(root, zero=True)
     return Seed()
 
 
 def universal(root: Path) -> Seed:
-    parallel.write_universal(root, weights(), flat=False)
+    deepspeed_parallel_writer.write_universal(root, weights(), flat=False)
     return Seed()
 
 
@@ -190,9 +192,9 @@ def full_state_dict(root: Path) -> Seed:
 
 def mxnet_params(root: Path) -> Seed:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    rows = mxnet.sparse(1, (5, 4), array, np.array([0, 2, 4]))
-    arrays = {"arg:w": mxnet.dense(array), "aux:m": mxnet.legacy(array[0] + 1), "arg:rows": rows}
-    mxnet.array_list(root / "net-0003.params", arrays)
+    rows = mxnet_writer.sparse(1, (5, 4), array, np.array([0, 2, 4]))
+    arrays = {"arg:w": mxnet_writer.dense(array), "aux:m": mxnet_writer.legacy(array[0] + 1), "arg:rows": rows}
+    mxnet_writer.array_list(root / "net-0003.params", arrays)
     (root / "net-symbol.json").write_text(json.dumps({"nodes": [], "arg_nodes": [], "heads": []}))
     return Seed("net-0003.params")
 

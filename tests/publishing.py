@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckptflow.publish import MARKER_NAME
+from ckptflow.publish import MARKER_NAME, PublishRecord
 from servers.hub import Hub
 from servers.hubrepo import Repo
 from servers.proxy import Proxy, running_proxy
@@ -239,3 +239,8 @@ class HubRepo:
 
     def leftovers(self) -> list[str]:
         return self.repo.missing_objects()
+
+
+def outcomes(record: PublishRecord) -> dict[str, str]:
+    """What became of each file, by name."""
+    return {file.name: file.outcome for file in record.files}

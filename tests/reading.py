@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckptflow.dtypes import numpy_dtype
+from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import TensorSource, check_tiling
 
 
@@ -47,3 +48,24 @@ def as_numpy(tensors: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
         arrays[fqn] = np.frombuffer(raw, numpy_dtype(dtype_named(str(dense.dtype)))).reshape(tuple(dense.shape))
     return arrays
+
+
+def folded_values(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
+    """The formulas of the papers, in float64."""
+    base, fold = read_source(tensor.source).astype(np.float64), tensor.fold
+    if fold is None:
+        return base
+    b = read_source(fold.b).astype(np.float64)
+    if fold.a is None:
+        return base + fold.scale * b
+    a = read_source(fold.a).astype(np.float64)
+    update = b.reshape(len(b), -1) @ a.reshape(len(a), -1)
+    update = update.T if fold.transposed else update.reshape(base.shape)
+    result = base + fold.scale * update
+    if fold.magnitude is not None:
+        rows = result.T if fold.transposed else result
+        norm = np.sqrt((rows.reshape(len(rows), -1) ** 2).sum(1))
+        factor = read_source(fold.magnitude).astype(np.float64).reshape(-1) / norm
+        rows = rows * factor.reshape(-1, *[1] * (rows.ndim - 1))
+        result = rows.T if fold.transposed else rows
+    return result

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptflow.convert import convert
@@ -34,3 +36,16 @@ def publish(step: Path, uri: str, scratch: Path) -> None:
 def names_in(run: Path) -> set[str]:
     """Names of the directories and files of a run, hidden ones too, without trackers."""
     return {path.name for path in run.iterdir() if path.suffix != ".txt"}
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write everywhere: be somebody else, where the tests run as root."""
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)

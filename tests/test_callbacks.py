@@ -27,8 +27,8 @@ from ckptflow.demo.prefect_server import RunningPrefectServer, free_loopback_por
 from ckptflow.discover import judge
 from ckptflow.formats.registry import locate
 from ckptflow.watching import ReadyCheckpoint, bytes_below
+from mxnet_writer import array_list, dense
 from servers.proxy import Request, running_proxy
-from test_format_mxnet import array_list, dense
 
 # Of Lightning's own: deprecations in torch, and advice.
 LIGHTNING = pytest.mark.filterwarnings("ignore")

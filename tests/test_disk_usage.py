@@ -21,8 +21,7 @@ from ckptflow.filekinds import kind_of_directory, kind_of_file
 from ckptflow.publish import Destination
 from ckptflow.retention import RetentionPolicy, RetentionRequest
 from ckptflow.treesize import tree_size
-from retained import age, publish
-from test_retention import as_nobody
+from retained import age, as_nobody, publish
 
 
 def du(path: Path, *options: str) -> int:

@@ -20,53 +20,8 @@ from ckptflow.engine.gather import Gatherer
 from ckptflow.engine.sources import SourceFiles
 from ckptflow.engine.windows import PieceIndex, flat_boxes
 from ckptflow.tensors import Piece, TensorSource, check_tiling, concatenate, flat_pieces, narrow, permute, select, whole
-from engine_sources import SourceWriter, describe, piece, planned, read_output, same_bits, store, weight_file
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@st.composite
-def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """A random tiling: boxes are cut in two along random dims."""
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 5))):
-        number = draw(st.integers(0, len(boxes) - 1))
-        offsets, sizes = boxes[number]
-        dims = [d for d, n in enumerate(sizes) if n > 1]
-        if not dims:
-            continue
-        dim = draw(st.sampled_from(dims))
-        cut = draw(st.integers(1, sizes[dim] - 1))
-        low, high = list(sizes), list(sizes)
-        low[dim], high[dim] = cut, sizes[dim] - cut
-        moved = list(offsets)
-        moved[dim] += cut
-        boxes[number : number + 1] = [(offsets, tuple(low)), (tuple(moved), tuple(high))]
-    return boxes
-
-
-@st.composite
-def stored_tensors(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[Box, list[int], list[int]]]]:
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=4)))
-    values = np.arange(prod(shape), dtype=np.float32).reshape(shape) + 1
-    pieces = []
-    for box in draw(boxes_of(shape)):
-        order = draw(st.permutations(range(len(shape))))
-        gaps = [draw(st.integers(0, 3)) for _ in shape]
-        pieces.append((box, list(order), gaps))
-    return values, pieces
-
-
-def write_pieces(directory: Path, values: np.ndarray, pieces: list[tuple[Box, list[int], list[int]]]) -> TensorSource:
-    writers = [SourceWriter(directory / f"rank{n}") for n in range(2)]
-    stored = []
-    for number, ((offsets, sizes), order, gaps) in enumerate(pieces):
-        part = values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-        stored.append((number % 2, writers[number % 2].add(part, order, gaps), offsets, sizes))
-    files = [writer.finish() for writer in writers]
-    source = TensorSource(values.shape, DTYPES["float32"], tuple(piece(files[n], at, o, s) for n, at, o, s in stored))
-    check_tiling("w", source)
-    return source
+from engine_sources import describe, planned, read_output, same_bits, store, weight_file
+from engine_tilings import stored_tensors, write_pieces
 
 
 @settings(max_examples=150, deadline=None)

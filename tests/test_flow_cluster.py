@@ -15,18 +15,12 @@ import torch
 from checkpoints import TINY, write_fsdp_step
 from ckptflow.conversion import plan_conversion
 from ckptflow.errors import SourceChangedError, UsageError
+from ckptflow.locks import exclusive
 from ckptflow.request import ConvertRequest
 from daskcluster import DaskCluster, kill_in_the_middle_of_a_file, running_dask
+from flowcases import converted, finish_killed, first_nan, wait_for, without_record, written_files
 from flowruns import FlowLab, finish, flow_environment
-from test_flow_post_training import (
-    contents_of,
-    converted,
-    finish_killed,
-    first_nan,
-    wait_for,
-    without_record,
-    written_files,
-)
+from publishing import contents_of
 
 pytestmark = pytest.mark.service
 
@@ -66,7 +60,7 @@ def test_a_worker_killed_in_the_middle_of_a_file_costs_that_file_alone(
     published = contents_of(tmp_path / "models" / run_name / "step-10")
     assert without_record(published) == without_record(expected)
     (run,) = lab.runs(f"post-training {run_name} step-10")
-    merges = [task for task in lab.task_runs(run) if task["name"].startswith("merge ")]
+    merges = lab.file_runs(run)
     files = sorted(name for name in expected if name.endswith(".safetensors"))
     assert len(files) >= 8
     assert len(merges) == len(files)
@@ -74,8 +68,10 @@ def test_a_worker_killed_in_the_middle_of_a_file_costs_that_file_alone(
     assert killed not in before
     assert written_files(work).items() >= before.items(), "finished files were not written again"
     # A finished task whose result died with the worker is asked again, and finds its file there.
-    begun = Counter(each["description"].split(":")[0] for each in lab.artifacts(run) if each["type"] == "progress")
-    assert begun[f"file {files.index(killed) + 1} of {len(files)}"] == 2
+    position = f"file {files.index(killed) + 1} of {len(files)}"
+    (again,) = [task for task in merges if task["name"].endswith(position)]
+    states = lab.ask(f"task_run_states/?task_run_id={again['id']}")
+    assert Counter(state["type"] for state in states)["RUNNING"] == 2
 
 
 def test_a_file_that_is_refused_stops_the_workers_of_all_others(
@@ -84,17 +80,29 @@ def test_a_file_that_is_refused_stops_the_workers_of_all_others(
     work = tmp_path / "work"
     path = write_fsdp_step(tmp_path / "cluster-nan", changes={"model.embed_tokens.weight": first_nan})
     options = (*MANY_FILES, "--no-forward", "--work-dir", str(work))
-    done = lab.run(path, (tmp_path / "models").as_uri(), *options, **on(cluster))
+    last = plan_conversion(ConvertRequest(path=path, out=tmp_path / "out", max_shard_bytes=3000)).plan.files[-1].name
+    process = lab.start(path, (tmp_path / "models").as_uri(), *options, **on(cluster))
+    wait_for(lambda: any(work.rglob("*.records")))
+    (records,) = work.rglob("*.records")
+    with exclusive(records / f"{last}.lock"):  # its worker waits until another one has met the NaN
+        wait_for(lambda: states_of_files(lab, "cluster-nan")["Failed"] == 1, seconds=200)
+    done = finish(process)
     assert done.status == 1
     (outcome,) = done.outcomes
     assert outcome["state"] == "refused"
     assert "NaN" in outcome["detail"]
-    (run,) = lab.runs("post-training cluster-nan step-10")
-    states = Counter(task["state_name"] for task in lab.task_runs(run) if task["name"].startswith("merge "))
+    states = states_of_files(lab, "cluster-nan")
     assert states["Failed"] == 1
     assert states["Cancelled"] >= 1  # and those done before are left
     assert set(states) <= {"Failed", "Cancelled", "Completed"}
     assert not any(work.rglob("model-*"))
+
+
+def states_of_files(lab: FlowLab, run_name: str) -> Counter[str]:
+    """How many weight files are in which state."""
+    return Counter(
+        task["state_name"] for run in lab.runs(f"post-training {run_name} step-10") for task in lab.file_runs(run)
+    )
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from checkpoints import write_fsdp_step
+from flowcases import everything_about, objects_at, without_record
 from flowruns import FlowLab
 from publishing import contents_of
 from servers.hub import TOKEN, Fault, Hub, running_hub
 from servers.seaweed import ACCESS_KEY, SECRET_KEY, S3Server
-from test_flow_post_training import everything_about, objects_at, without_record
 
 pytestmark = pytest.mark.service
 

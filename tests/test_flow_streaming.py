@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from checkpoints import write_fsdp_step
+from flowcases import objects_at
 from flowruns import FlowLab, finish
 from publishing import contents_of
 from servers.proxy import DROP, Answer, Request, running_proxy
 from servers.seaweed import S3Server
-from test_flow_post_training import objects_at
 
 pytestmark = pytest.mark.service
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +18,11 @@ import pytest
 import torch
 
 from checkpoints import write_fsdp_step
-from flowruns import FlowLab
+from flowcases import wait_for
+from flowruns import FlowLab, finish
 from published_run import RUN, WEIGHT_FILES, Published
+from servers.proxy import Request, running_proxy
+from servers.seaweed import S3Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -37,6 +42,7 @@ FLAGS = (
 )
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 PATIENCE_MILLISECONDS = 15_000
+WEIGHTS_AT_FIRST = 5
 Shoot = Callable[[str], None]
 
 
@@ -92,7 +98,7 @@ def test_a_run_is_found_by_its_name_and_its_graph_shows_the_steps(
     page.get_by_role("link", name=f"post-training {RUN} step-120").first.wait_for()
     page.goto(f"{lab.server.ui_url}/v2/runs/flow-run/{published.run['id']}")
     page.get_by_text("Completed", exact=True).first.wait_for()
-    page.get_by_text(f"{6 + WEIGHT_FILES + 3} Task runs").wait_for()
+    page.get_by_text(f"{7 + WEIGHT_FILES + 3} Task runs").wait_for()
     page.locator("canvas").first.wait_for()
     page.get_by_role("tab", name="Task Runs", exact=True).click()
     for step in ("inspect", "shrink", "cast", "finish", "validate"):
@@ -155,6 +161,48 @@ def test_the_link_and_the_parameters_say_where_it_went(lab: FlowLab, published: 
     page.get_by_role("tab", name="Parameters", exact=True).click()
     page.get_by_text(published.uri).first.wait_for()
     page.get_by_text("keep_dtype").first.wait_for()
+
+
+def test_the_progress_of_an_upload_moves_while_one_looks(
+    lab: FlowLab, s3_server: S3Server, s3_bucket_name: str, page: Page, tmp_path: Path
+) -> None:
+    path = write_fsdp_step(tmp_path / "slow-store", 60)
+    released = threading.Event()
+    sent: list[Request] = []
+
+    def be_slow(request: Request) -> None:
+        sent.append(request)
+        time.sleep(0.7 if request.is_content else 0)
+        if len([each for each in sent if each.is_content]) > WEIGHTS_AT_FIRST:
+            released.wait(60)
+
+    with running_proxy(s3_server.endpoint_url) as store:
+        store.interfere = be_slow
+        options = ("--no-forward", "--max-shard-size", "3KB")
+        process = lab.start(path, f"s3://{s3_bucket_name}/slow", *options, AWS_ENDPOINT_URL=store.endpoint_url)
+        wait_for(lambda: progress_of(lab, "slow-store step-60") != [])
+        (identifier,) = progress_of(lab, "slow-store step-60")
+        page.goto(f"{lab.server.ui_url}/v2/artifacts/artifact/{identifier}")
+        page.get_by_text(re.compile(r"^upload: [\d.]+ kB of [\d.]+ kB at [\d.]+ .?B/s, \d+ s left$")).wait_for()
+        before = percent(page)
+        released.set()
+        done = finish(process)
+    assert done.status == 0, done.stderr
+    page.reload()
+    page.get_by_text(re.compile(r"^upload: [\d.]+ kB at [\d.]+ .?B/s$")).wait_for()
+    assert 0 < before < percent(page) == 100
+
+
+def percent(page: Page) -> float:
+    """What the page of a progress artifact says."""
+    said = page.get_by_text(re.compile(r"^Progress: [\d.]+%$")).inner_text()
+    return float(said.removeprefix("Progress: ").removesuffix("%"))
+
+
+def progress_of(lab: FlowLab, label: str) -> list[str]:
+    """The progress artifacts of a run."""
+    runs = lab.runs(f"post-training {label}")
+    return [each["id"] for run in runs for each in lab.artifacts(run) if each["type"] == "progress"]
 
 
 def test_the_reason_of_a_refusal_is_read_without_opening_logs(

@@ -14,9 +14,9 @@ import pytest
 from checkpoints import write_fsdp_step
 from ckptflow.callbacks.events import PrefectApi, ready_event
 from ckptflow.discover import discover
+from flowcases import wait_for
 from flowruns import HERE, FlowLab
 from retained import age, names_in, publish
-from test_flow_post_training import wait_for
 
 pytestmark = pytest.mark.service
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptflow.dtypes import numpy_dtype
 from ckptflow.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -18,14 +17,11 @@ from ckptflow.errors import (
     UnsupportedCheckpointError,
 )
 from ckptflow.formats.base import ReadOptions
-from ckptflow.formats.deepspeed import DeepSpeedCheckpoint
 from ckptflow.formats.registry import locate
-from ckptflow.manifest import CheckpointManifest
+from deepspeed_reading import FORMAT, assert_holds, differing, read
 from deepspeed_writer import model_states, optim_states, parameters, write_zero2, write_zero3
-from reading import read_source
 
 ODD = {"embed.weight": (7, 3), "layer.weight": (5, 2, 3), "layer.bias": (5,), "scale": (), "norm.weight": (13,)}
-FORMAT = DeepSpeedCheckpoint()
 
 
 def two_groups() -> list[dict[str, Tensor]]:
@@ -36,32 +32,6 @@ def two_groups() -> list[dict[str, Tensor]]:
 
 def merged(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for group in groups for name, tensor in group.items()}
-
-
-def read(path: Path) -> CheckpointManifest:
-    found = FORMAT.find(path)
-    [location] = [location for location in found if location.preferred] or found
-    return FORMAT.read(location, ReadOptions())
-
-
-def assert_holds(manifest: CheckpointManifest, expected: Mapping[str, Tensor]) -> None:
-    assert set(manifest.tensors) == set(expected)
-    for name, tensor in expected.items():
-        source = manifest.tensors[name]
-        assert source.shape == tuple(tensor.shape), name
-        assert f"torch.{source.dtype.name}" == str(tensor.dtype), name
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert read_source(source).tobytes() == raw, name
-
-
-def differing(manifest: CheckpointManifest) -> list[str]:
-    """Names whose first source, cast, is not bit for bit the second."""
-    wrong = []
-    for check in manifest.equal:
-        first, second = read_source(check.first), read_source(check.second)
-        if first.astype(numpy_dtype(check.second.dtype)).tobytes() != second.tobytes():
-            wrong.append(check.fqn)
-    return wrong
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

@@ -15,7 +15,7 @@ from ckptflow.errors import CheckpointError
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import check, locate, read
 from ckptflow.manifest import CheckpointManifest
-from reading import as_numpy, assert_same_bits
+from reading import as_numpy, assert_same_bits, folded_values
 
 KINDS = ("fsdp", "hf-", "legacy", "trainer-plain", "tracker_behind")
 BROKEN = ("broken_fsdp", "bad-")
@@ -87,7 +87,6 @@ def test_a_save_in_progress_becomes_complete_with_its_last_bytes(fixtures_dir: P
 def test_adapters_fold_to_the_merged_model(fixtures_dir: Path, name: str) -> None:
     from ckptflow.plan import plan_from_manifest
     from ckptflow.transforms.lora import fold_lora
-    from test_lora_plan import folded_values
 
     (case,) = cases(fixtures_dir, (name + "",))[:1]
     manifest = read(locate(fixtures_dir / name / case["path"]), ReadOptions())

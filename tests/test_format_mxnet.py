@@ -8,7 +8,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from ckptflow.errors import (
     CheckpointError,
@@ -20,58 +19,8 @@ from ckptflow.errors import (
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.mxnet import MXNetParams
 from ckptflow.manifest import CheckpointManifest
+from mxnet_writer import FLAGS, V1, V2, V3, Array, array_list, dense, legacy, shape_bytes, sparse
 from reading import read_source
-
-FLAGS = {
-    "float32": 0,
-    "float64": 1,
-    "float16": 2,
-    "uint8": 3,
-    "int32": 4,
-    "int8": 5,
-    "int64": 6,
-    "bool": 7,
-    "int16": 8,
-    "uint16": 9,
-    "uint32": 10,
-    "uint64": 11,
-    "bfloat16": 12,
-}
-V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
-CPU = struct.pack("<ii", 1, 0)
-Array = NDArray[np.generic]
-
-
-def shape_bytes(shape: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<i{len(shape)}q", len(shape), *shape)
-
-
-def flag_bytes(array: Array) -> bytes:
-    return struct.pack("<i", FLAGS[array.dtype.name])
-
-
-def dense(array: Array, magic: int = V2) -> bytes:
-    storage = b"" if magic == V1 else struct.pack("<i", 0)
-    head = struct.pack("<I", magic) + storage + shape_bytes(array.shape)
-    return head + CPU + flag_bytes(array) + array.tobytes()
-
-
-def legacy(array: Array) -> bytes:
-    shape = struct.pack(f"<I{array.ndim}I", array.ndim, *array.shape)
-    return shape + CPU + flag_bytes(array) + array.tobytes()
-
-
-def sparse(storage: int, shape: tuple[int, ...], values: Array, *indices: Array) -> bytes:
-    head = struct.pack("<Ii", V2, storage) + shape_bytes(values.shape) + shape_bytes(shape) + CPU + flag_bytes(values)
-    heads = b"".join(flag_bytes(index) + shape_bytes(index.shape) for index in indices)
-    return head + heads + values.tobytes() + b"".join(index.tobytes() for index in indices)
-
-
-def array_list(path: Path, arrays: dict[str, bytes], names: list[str] | None = None) -> Path:
-    names = list(arrays) if names is None else names
-    body = struct.pack("<QQQ", 0x112, 0, len(arrays)) + b"".join(arrays.values()) + struct.pack("<Q", len(names))
-    path.write_bytes(body + b"".join(struct.pack("<Q", len(n.encode())) + n.encode() for n in names))
-    return path
 
 
 def read(path: Path) -> CheckpointManifest:

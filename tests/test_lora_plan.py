@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ckptflow.errors import (
     CheckpointError,
@@ -26,62 +24,12 @@ from ckptflow.errors import (
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import check, locate, read
 from ckptflow.manifest import AdapterSpec, CheckpointManifest
-from ckptflow.plan import ConsolidationPlan, PlannedTensor, plan_from_manifest
+from ckptflow.plan import ConsolidationPlan, plan_from_manifest
 from ckptflow.transforms.lora import export_adapter, fold_lora
 from ckptflow.transforms.lora_config import expected_rank, scale_of
+from peft_models import save_apart, save_wrapped, tiny, trained
 from rank_writer import rank_name
-from reading import read_source
-
-
-class Tiny(nn.Module):
-    """One layer of each kind that PEFT adapts; ``square`` and ``turned_square`` look alike from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.up = nn.Linear(4, 6)
-        self.square = nn.Linear(6, 6, bias=False)
-        self.turned = Conv1D(3, 6)
-        self.conv = nn.Conv2d(2, 3, (2, 3))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Only there because PEFT wants one."""
-        return self.head(self.square(self.up(self.embed(ids))))
-
-
-def tiny() -> Tiny:
-    torch.manual_seed(5)
-    return Tiny()
-
-
-def trained(**options: Any) -> PeftModel:
-    """A wrapped model whose adapter does something."""
-    facts = {"r": 2, "lora_alpha": 6, "target_modules": ["up", "square"]}
-    model = get_peft_model(tiny(), LoraConfig(**{**facts, **options}))
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape) * 0.3 + (2.0 if "magnitude" in name else 0.0))
-    return model
-
-
-def save_apart(model: PeftModel, directory: Path) -> Path:
-    """Adapter directory and base directory, side by side."""
-    (directory / "base").mkdir()
-    save_file(dict(tiny().state_dict()), directory / "base" / "model.safetensors")
-    model.save_pretrained(directory / "adapter", save_embedding_layers=False)
-    config = directory / "adapter" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "base"}))
-    return directory / "adapter"
-
-
-def save_wrapped(model: PeftModel, directory: Path) -> Path:
-    """The live model's state dict in a rank file, and its config where verl puts it."""
-    torch.save(model.state_dict(), directory / rank_name(1, 0))
-    model.peft_config["default"].save_pretrained(directory / "lora_adapter")
-    return directory
+from reading import folded_values, read_source
 
 
 def manifest_of(path: Path, **options: Any) -> CheckpointManifest:
@@ -92,27 +40,6 @@ def folded(path: Path, alpha: float | None = None, **options: Any) -> Consolidat
     manifest = manifest_of(path, **options)
     assert manifest.adapter is not None
     return fold_lora(plan_from_manifest(manifest), manifest.adapter, alpha)
-
-
-def folded_values(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
-    """The formulas of the papers, in float64."""
-    base, fold = read_source(tensor.source).astype(np.float64), tensor.fold
-    if fold is None:
-        return base
-    b = read_source(fold.b).astype(np.float64)
-    if fold.a is None:
-        return base + fold.scale * b
-    a = read_source(fold.a).astype(np.float64)
-    update = b.reshape(len(b), -1) @ a.reshape(len(a), -1)
-    update = update.T if fold.transposed else update.reshape(base.shape)
-    result = base + fold.scale * update
-    if fold.magnitude is not None:
-        rows = result.T if fold.transposed else result
-        norm = np.sqrt((rows.reshape(len(rows), -1) ** 2).sum(1))
-        factor = read_source(fold.magnitude).astype(np.float64).reshape(-1) / norm
-        rows = rows * factor.reshape(-1, *[1] * (rows.ndim - 1))
-        result = rows.T if fold.transposed else rows
-    return result
 
 
 def assert_merged(plan: ConsolidationPlan, merged: Mapping[str, torch.Tensor]) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,22 +13,14 @@ import pytest
 from ckptflow.errors import CkptflowError, OutputError, PermanentPublishError, PublishError, VerificationError
 from ckptflow.publish import MARKER_NAME, PublishRecord, PublishSettings, read_local_model, upload
 from ckptflow.publish.model import publish_rank
-from publishing import MIB, Bucket, Directory, HubRepo, Store, contents_of, write_model, write_record
+from publishing import MIB, Bucket, Directory, HubRepo, Store, contents_of, outcomes, write_model, write_record
 from servers.hub import running_hub
 from servers.proxy import running_proxy
 from servers.seaweed import S3Server
+from watched_uploads import Reader, kill_after, start_child
 
 FAST = PublishSettings(part_size_bytes=8 * MIB, max_attempts=3, backoff_seconds=0.01)
 LARGE = (20 * MIB, 17 * MIB + 3, 5 * MIB)
-CHILD = """
-import sys
-from pathlib import Path
-from ckptflow.publish import PublishSettings, upload
-def progress(done_bytes):
-    print(done_bytes, flush=True)
-upload(Path(sys.argv[1]), sys.argv[2], overwrite=sys.argv[3] == "overwrite", progress=progress,
-       settings=PublishSettings(part_size_bytes=8 << 20, max_concurrency=2))
-"""
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.service), "hf", "hf@branch"])
@@ -58,59 +46,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         uri = f"s3://{request.getfixturevalue('s3_bucket_name')}/a place/{random.randbytes(6).hex()}"
         yield Bucket(uri=uri, client=client, proxy=proxy)
         client.close()
-
-
-def outcomes(record: PublishRecord) -> dict[str, str]:
-    return {file.name: file.outcome for file in record.files}
-
-
-def start_child(model: Path, uri: str, overwrite: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(model), uri, overwrite]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def kill_after(child: subprocess.Popen[str], limit_bytes: int) -> None:
-    """Kill -9 as soon as the child says that it did so many bytes; it may be done before."""
-    assert child.stdout is not None
-    with child.stdout:
-        done_bytes = 0
-        for line in child.stdout:
-            done_bytes += int(line)
-            if done_bytes >= limit_bytes:
-                break
-        child.kill()
-    child.wait()
-
-
-class Reader(threading.Thread):
-    """Polls a destination; notes each look that saw the marker without all files in full size."""
-
-    def __init__(self, store: Store, model: Path) -> None:
-        super().__init__()
-        self._store = store
-        self._sizes = {name: len(content) for name, content in contents_of(model).items()}
-        self._is_over = threading.Event()
-        self.looks = 0
-        self.faults: list[dict[str, int]] = []
-
-    def run(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                seen = self._store.sizes()
-            except FileNotFoundError:
-                continue  # a temporary file went between listing and looking
-            self.looks += 1
-            if MARKER_NAME in seen and seen != self._sizes:
-                self.faults.append(seen)
-            time.sleep(0.01)
-
-    def __enter__(self) -> Reader:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self.join()
 
 
 class TestEachDestination:

@@ -21,9 +21,9 @@ from ckptflow.errors import PermanentPublishError, PublishError, TransientPublis
 from ckptflow.formats.base import Location
 from ckptflow.publish import MARKER_NAME, PublishRecord, PublishSettings, upload
 from ckptflow.publish.hub_card import MADE_HERE, check_card
-from publishing import MIB, HubRepo, contents_of, write_model, write_record
+from publishing import MIB, HubRepo, contents_of, outcomes, write_model, write_record
 from servers.hub import READ_TOKEN, TOKEN, Fault, HubRequest, running_hub
-from test_publish_contract import Reader, kill_after, outcomes, start_child
+from watched_uploads import Reader, kill_after, start_child
 
 FAST = PublishSettings(max_attempts=4, backoff_seconds=0.01, backoff_limit_seconds=0.05)
 COMMIT = r"/commit/"

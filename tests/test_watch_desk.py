@@ -18,7 +18,7 @@ from ckptflow_flows.decisions import Ended, LastRun, Making, Patience
 from ckptflow_flows.desk import Desk
 from ckptflow_flows.settings import Destination
 from ckptflow_flows.starting import ASK_THREADS, Outcome, Policy, Starter
-from test_discover import hf_step
+from trainer_steps import hf_step
 
 
 class Clock:

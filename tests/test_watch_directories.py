@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from ckptflow import changes, watching
 from ckptflow.changes import file_system_of, is_networked
 from ckptflow.watching import ReadyCheckpoint, Watcher, watch
-from test_discover import OLD, hf_step, make_old
+from trainer_steps import OLD, hf_step, make_old
 
 SETTLE_SECONDS = 0.5
 

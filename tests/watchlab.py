@@ -20,6 +20,7 @@ from typing import Any
 from ckptflow.demo.prefect_server import free_loopback_port
 from ckptflow.formats.registry import global_step_of
 from serverapi import ask_server
+from servers.prefect_database import put_migrated_database
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOYMENTS = ROOT / "deployments" / "prefect.yaml"
@@ -227,6 +228,7 @@ def running_lab(base: Path) -> Iterator[Lab]:
     for directory in (lab.home, lab.runs_dir, lab.models_dir):
         directory.mkdir(parents=True)
     try:
+        put_migrated_database(lab.home)
         lab.start_server()
         yield lab
     finally:

@@ -1,0 +1,91 @@
+"""Writes DeepSpeed's folders of two tensor-parallel ranks and of pipelines, and its universal checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed_writer import model_states, optim_states, parameters, write_zero2, write_zero3
+
+MODEL = {
+    "embed.weight": (6, 4),
+    "q.weight": (8, 4),
+    "q.bias": (8,),
+    "o.weight": (4, 8),
+    "o.bias": (4,),
+    "norm.weight": (4,),
+    "head.weight": (6, 4),
+}
+ROW = [r"^o\.weight$", r"^o\.bias$"]
+COPIED = [r"^embed\.weight$", r"^norm\.weight$"]
+INFO = {
+    "universal_checkpoint_version": 0.4,
+    "parameter_with_row_parallelism_patterns": ROW,
+    "tp_replicated_parameter_patterns": COPIED,
+    "vocabulary_parameter_patterns": [r"^head\.weight$"],
+    "original_vocab_size": 6,
+    "parameter_with_sub_params": [],
+}
+
+
+def cut(name: str, tensor: Tensor, rank: int, ranks: int = 2) -> Tensor:
+    """What one tensor-parallel rank holds of a tensor of ``MODEL``."""
+    if name in ("embed.weight", "norm.weight", "o.bias"):
+        return tensor
+    return tensor.chunk(ranks, 1 if name == "o.weight" else 0)[rank].contiguous()
+
+
+def write_tensor_parallel(save: Path, values: Mapping[str, Tensor], dp: int, info: object) -> Path:
+    """ZeRO 2 of two tensor-parallel ranks; ``info`` is their ``universal_checkpoint_info``."""
+    for rank in range(2):
+        mine = {name: cut(name, tensor, rank) for name, tensor in values.items()}
+        model = {"mp_world_size": 2} | ({} if info is None else {"universal_checkpoint_info": info})
+        write_zero2(save, [mine], dp, mp=rank, model=model)
+    return save / "global_step7"
+
+
+LAYERS = {0: {"weight": (6, 4)}, 1: {"w": (4, 4), "b": (4,)}, 3: {"w": (4, 4), "b": (4,)}, 4: {"weight": (6, 4)}}
+
+
+def write_pipeline(save: Path, *, zero: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Two stages of two layers each, with ZeRO 1 or without ZeRO; gives what they hold."""
+    values = {n: parameters(shapes, seed=n) for n, shapes in LAYERS.items()}
+    folder = save / "t"
+    for stage, layers in enumerate(((0, 1), (3, 4))):
+        named = {f"{n}.{name}": t for n in layers for name, t in values[n].items()}
+        optimizer = None if zero else {"state": {}, "param_groups": [{"params": list(range(len(named)))}]}
+        model_states(
+            folder / f"mp_rank_{stage:02d}_model_states.pt",
+            None,
+            [named] if zero else None,
+            world=2 if zero else 1,
+            stage=int(zero),
+            optimizer=optimizer,
+            mp_world_size=2,
+        )
+        for rank in range(2 if zero else 0):
+            path = folder / f"zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"
+            optim_states(path, rank, [named], world=2, stage=1)
+    for n, layer in values.items():
+        torch.save({name: t.to(dtype) for name, t in layer.items()}, folder / f"layer_{n:02d}-model_states.pt")
+    (save / "latest").write_text("t")
+    return {f"{n}.{name}": t for n, layer in values.items() for name, t in layer.items()}
+
+
+def write_universal(save: Path, values: Mapping[str, Tensor], *, flat: bool) -> Path:
+    """A folder for each parameter, of a run of ZeRO 3 (``flat``) or ZeRO 2."""
+    folder = write_zero3(save, [values], 2) if flat else write_zero2(save, [values], 2)
+    (save / "latest").unlink()
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    for name, tensor in values.items():
+        place = folder / "zero" / name
+        place.mkdir(parents=True)
+        torch.save(tensor.reshape(-1) if flat else {"param": tensor, "cat_dim": 0}, place / "fp32.pt")
+        torch.save(torch.full_like(tensor, torch.nan), place / "exp_avg.pt")
+    torch.save({"fp32_flat_groups": []}, folder / "zero" / "optimizer_state.pt")
+    (save / "latest_universal").write_text(folder.name)
+    return folder

@@ -1,0 +1,67 @@
+"""A tiny model with an adapter that PEFT made and trained, saved in both ways in which checkpoints hold it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from rank_writer import rank_name
+
+
+class Tiny(nn.Module):
+    """One layer of each kind that PEFT adapts; ``square`` and ``turned_square`` look alike from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.up = nn.Linear(4, 6)
+        self.square = nn.Linear(6, 6, bias=False)
+        self.turned = Conv1D(3, 6)
+        self.conv = nn.Conv2d(2, 3, (2, 3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Only there because PEFT wants one."""
+        return self.head(self.square(self.up(self.embed(ids))))
+
+
+def tiny() -> Tiny:
+    """The base, the same each time."""
+    torch.manual_seed(5)
+    return Tiny()
+
+
+def trained(**options: Any) -> PeftModel:
+    """A wrapped model whose adapter does something."""
+    facts = {"r": 2, "lora_alpha": 6, "target_modules": ["up", "square"]}
+    model = get_peft_model(tiny(), LoraConfig(**{**facts, **options}))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape) * 0.3 + (2.0 if "magnitude" in name else 0.0))
+    return model
+
+
+def save_apart(model: PeftModel, directory: Path) -> Path:
+    """Adapter directory and base directory, side by side."""
+    (directory / "base").mkdir()
+    save_file(dict(tiny().state_dict()), directory / "base" / "model.safetensors")
+    model.save_pretrained(directory / "adapter", save_embedding_layers=False)
+    config = directory / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "base"}))
+    return directory / "adapter"
+
+
+def save_wrapped(model: PeftModel, directory: Path) -> Path:
+    """The live model's state dict in a rank file, and its config where verl puts it."""
+    torch.save(model.state_dict(), directory / rank_name(1, 0))
+    model.peft_config["default"].save_pretrained(directory / "lora_adapter")
+    return directory
