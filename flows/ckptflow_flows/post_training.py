@@ -30,7 +30,7 @@ from ckptflow_tasks.planning import planned
 from ckptflow_tasks.proving import Proven, validate_model
 from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
 from ckptflow_tasks.shrinking import shrink_source
-from ckptflow_tasks.step import heals
+from ckptflow_tasks.step import heals, with_slot
 from ckptflow_tasks.writing import check_equal, finish_model, merge_files
 
 # What running again on the same bytes gives again: the checkpoint is at fault, not the machine.
@@ -124,7 +124,7 @@ def _proven_model(checkpoint: PostTraining, location: Location, place: Workplace
     how, forward = checkpoint.verify_options(), checkpoint.validation.forward
     proven = place.proven_before(how, forward)
     if proven is None:
-        proven = validate_model(directory, checkpoint.path, label, forward, how)
+        proven = with_slot(validate_model, directory, checkpoint.path, label, forward, how)
         place.note_proof(proven, how, forward)
     return proven
 
@@ -139,5 +139,5 @@ def _make(request: ConvertRequest, label: str) -> str:
             return str(request.out)
         inspected = check_equal(request, inspected, label)
         with one_server():
-            files = merge_files(request, inspected, label)
+            files = with_slot(merge_files, request, inspected, label)
         return finish_model(request, inspected, label, files)

@@ -8,6 +8,7 @@ from ckptflow.publish.streaming import claim_stream
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import VerifyOptions
 from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
+from ckptflow_tasks.step import with_slot
 from ckptflow_tasks.streaming import prepare_destination, stream_files, streaming_of, upload_rest, validate_stored
 from ckptflow_tasks.writing import check_equal
 
@@ -36,6 +37,6 @@ def stream_model(
         if published is not None:
             return published
         inspected = check_equal(request, inspected, label)
-        files = stream_files(request, inspected, destination, label, place)
-        files = validate_stored(request, inspected, destination, files, forward, options, label, place)
+        files = with_slot(stream_files, request, inspected, destination, label, place)
+        files = with_slot(validate_stored, request, inspected, destination, files, forward, options, label, place)
         return upload_rest(request, inspected, destination, files, label, place)

@@ -6,22 +6,27 @@ Prefect's caches don't look at files; whether work is done is seen in the work d
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.tasks import Task, exponential_backoff
 
 from ckptflow.errors import CkptflowError, TransientPublishError
 from ckptflow_tasks.limits import LIMITS
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Tasks that compute on tensors; a limit on this tag is the number of GPUs.
 GPU = "gpu"
+SLOT_TRIES = 10
 # A network file system that hiccups, a server that is away. A full disk or a missing file won't heal by itself.
 HEALING_ERRNOS = frozenset(
     (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTUNREACH)
@@ -59,6 +64,24 @@ def step(
         cache_policy=NO_CACHE,
         persist_result=False,
     )
+
+
+def with_slot(tagged: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a task that has a tag, again where the server was too busy to say whether a slot is free.
+
+    A server on SQLite answers a request for a slot with 503 while it writes anything else. Prefect's client asks six
+    times in two minutes, and would then fail a run with which nothing is wrong.
+
+    Raises:
+        ConcurrencySlotAcquisitionError: it did not answer ``SLOT_TRIES`` times.
+        Exception: of the task.
+    """
+    for _ in range(SLOT_TRIES - 1):
+        try:
+            return tagged(*args, **kwargs)
+        except ConcurrencySlotAcquisitionError as error:
+            logger.warning("%s: asking again", error)
+    return tagged(*args, **kwargs)
 
 
 def heals(error: BaseException) -> bool:
