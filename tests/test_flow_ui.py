@@ -42,7 +42,7 @@ FLAGS = (
 )
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 PATIENCE_MILLISECONDS = 15_000
-WEIGHTS_AT_FIRST = 5
+FILES_BEFORE_PAUSE = 5
 Shoot = Callable[[str], None]
 
 
@@ -173,7 +173,7 @@ def test_the_progress_of_an_upload_moves_while_one_looks(
     def be_slow(request: Request) -> None:
         sent.append(request)
         time.sleep(0.7 if request.is_content else 0)
-        if len([each for each in sent if each.is_content]) > WEIGHTS_AT_FIRST:
+        if len([each for each in sent if each.is_content]) > FILES_BEFORE_PAUSE:
             released.wait(60)
 
     with running_proxy(s3_server.endpoint_url) as store:

@@ -49,7 +49,7 @@ def step(
         timeout_seconds: stops it where it is called in the flow's own thread. Prefect can't stop other threads: a
             task that is mapped has to look at the clock itself, and passes None.
         tags: those that may have a limit. For each task with a tag Prefect asks the server for slots, and a server on
-            SQLite answers every second time that it is busy, which costs two seconds.
+            SQLite often answers that it is busy, which costs two seconds.
         retries: 0 for a task of tasks, which are tried again themselves.
     """
     return task(
