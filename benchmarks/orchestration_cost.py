@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from ckptflow.askprocess import Server
@@ -27,6 +26,9 @@ from measure import environment, spread
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.resolve().parent / "tests"))
+
+#: Seconds of the library and of the flow, one after the other.
+Sample = tuple[float, float]
 
 LIBRARY = """
 import json, sys, time
@@ -83,11 +85,13 @@ def main() -> None:
         _time(LIBRARY, checkpoint, int(arguments.gigabytes * 1e9), variables)  # with which that process has its imports
         print(f"{arguments.gigabytes:g} GB, {arguments.rounds} rounds, {os.cpu_count()} CPUs; median [min..max] s\n")
         print("| weight files | library | flow | flow beyond it | least beyond it |\n|---|---|---|---|---|")
-        points = [
-            _row(lambda program, most=most: _time(program, checkpoint, most, variables), count, arguments.rounds)
-            for count in arguments.files
-            for most in (_most_bytes(arguments.gigabytes, count),)
-        ]
+        samples: dict[int, list[Sample]] = {}
+        for _ in range(arguments.rounds):
+            for count in arguments.files:
+                most = _most_bytes(arguments.gigabytes, count)
+                library, flow = (_time(program, checkpoint, most, variables) for program in (LIBRARY, FLOW))
+                samples.setdefault(int(library["files"]), []).append((library["seconds"], flow["seconds"]))
+    points = [_row(files, taken) for files, taken in samples.items()]
     if len(points) > 1:
         (first, one), (last, many) = points[0], points[-1]
         print(f"\nper further weight file: {1000 * (many - one) / (last - first):.0f} ms")
@@ -107,15 +111,11 @@ def _most_bytes(gigabytes: float, count: int) -> int:
     return int(gigabytes * 1e9) if count == 1 else int(gigabytes * 1e9 / 2 / count * 1.03)
 
 
-def _row(time_one: Callable[[str], dict[str, float]], count: int, rounds: int) -> tuple[int, float]:
-    library, flow, files = [], [], count
-    for _ in range(rounds):
-        one = time_one(LIBRARY)
-        library.append(one["seconds"])
-        files = int(one["files"])
-        flow.append(time_one(FLOW)["seconds"])
-    cost, least = statistics.median(flow) - statistics.median(library), min(flow) - min(library)
-    print(f"| {files} | {spread(library)} | {spread(flow)} | {cost:.2f} | {least:.2f} |", flush=True)
+def _row(files: int, samples: list[Sample]) -> tuple[int, float]:
+    """Print the row of one number of weight files: that number, and the least seconds beyond the library's work."""
+    library, flow = zip(*samples, strict=True)
+    beyond, least = statistics.median(flow) - statistics.median(library), min(flow) - min(library)
+    print(f"| {files} | {spread(library)} | {spread(flow)} | {beyond:.2f} | {least:.2f} |")
     return files, least
 
 
