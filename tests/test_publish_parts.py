@@ -63,20 +63,29 @@ def test_a_file_larger_than_an_object_is_refused_with_the_cure() -> None:
         plan_parts((5 << 40) + 1, 16 * MIB)
 
 
-@pytest.mark.parametrize("with_md5", [False, True])
-def test_an_object_of_parts_has_the_etag_and_checksum_that_s3_documents(with_md5: bool) -> None:
-    contents = [b"a" * 1000, b"b" * 10]
-    digest = digest_object(SHA, [digest_part(content, with_md5=with_md5) for content in contents])
-    etag = md5(b"".join(md5(content).digest() for content in contents)).hexdigest() + "-2"
-    assert digest.etag == (etag if with_md5 else None)
-    digests = b"".join(sha256(content).digest() for content in contents)
-    assert digest.checksum == b64encode(sha256(digests).digest()).decode() + "-2"
+def test_an_object_of_parts_has_the_etag_and_the_checksums_that_s3_documents() -> None:
+    contents = [b"1" * 1000, b"23456789", b""]
+    digest = digest_object(SHA, [digest_part(content, ["CRC64NVME", "SHA256", "MD5"]) for content in contents])
+    etag = md5(b"".join(md5(content).digest() for content in contents)).hexdigest() + "-3"
+    sha256s = b"".join(sha256(content).digest() for content in contents)
+    whole = digest_part(b"".join(contents), ["CRC64NVME"]).text("CRC64NVME")
+    checksum = b64encode(sha256(sha256s).digest()).decode() + "-3"
+    assert digest.digests == {"MD5": etag, "SHA256": checksum, "CRC64NVME": whole}
+
+
+def test_an_object_has_the_digests_that_all_of_its_parts_have() -> None:
+    digest = digest_object(SHA, [digest_part(b"a", ["SHA256", "MD5"]), digest_part(b"b", ["CRC64NVME", "SHA256"])])
+    assert set(digest.digests) == {"SHA256"}
 
 
 def test_an_object_put_whole_has_its_own_digests() -> None:
-    digest = digest_object(SHA, [digest_part(b"whole", with_md5=True)])
-    assert digest.etag == md5(b"whole").hexdigest()
-    assert digest.checksum == b64encode(sha256(b"whole").digest()).decode()
+    digest = digest_object(SHA, [digest_part(b"123456789", ["CRC64NVME", "SHA256", "MD5"])])
+    assert digest.digests == {
+        # The check value of https://reveng.sourceforge.io/crc-catalogue/all.htm#crc.cat.crc-64-nvme
+        "CRC64NVME": b64encode(bytes.fromhex("ae8b14860a799888")).decode(),
+        "SHA256": b64encode(sha256(b"123456789").digest()).decode(),
+        "MD5": md5(b"123456789").hexdigest(),
+    }
 
 
 def test_weights_go_first_and_the_index_last() -> None:

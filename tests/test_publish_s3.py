@@ -15,7 +15,7 @@ from boto3.s3.transfer import TransferConfig
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError
 from ckptflow.publish import MARKER_NAME, PublishSettings, upload
-from ckptflow.publish.parts import plan_parts
+from ckptflow.publish.parts import digest_part, plan_parts
 from publishing import MIB, Bucket, contents_of, running_bucket, write_model
 from servers.proxy import DROP, Answer, Request
 from servers.seaweed import ACCESS_KEY, SECRET_KEY, S3Server, running_seaweed
@@ -185,7 +185,7 @@ def test_a_limit_of_parts_makes_them_larger(bucket: Bucket, tmp_path: Path, monk
     model = write_model(tmp_path / "out", weight_bytes=(40 * MIB,))
     record = upload(model, bucket.uri, settings=FAST)
     assert bucket.read_all() == contents_of(model)
-    assert record.files[0].verified_by == "SHA-256 of parts"
+    assert record.files[0].verified_by == "CRC-64/NVME"
     assert {each.length for each in bucket.proxy.requests if "partNumber" in each.query} == {14 * MIB, 12 * MIB}
 
 
@@ -226,10 +226,84 @@ def test_a_server_without_the_newer_checksums_gets_md5_and_the_log_says_why(
     record = upload(model, bucket.uri, settings=FAST)
     assert bucket.read_all() == contents_of(model)
     assert record.files[0].verified_by == "MD5 of parts (ETag)"
+    assert caplog.text.count("from here on SHA256 instead") == 1
     assert caplog.text.count("when_required") == 1
     assert answer.code in caplog.text
     sent = [each for each in bucket.proxy.requests if each.is_content]
     assert all("content-md5" in each.headers for each in sent)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(status=501, code="NotImplemented", message="x-amz-checksum-crc64nvme is not yet supported"),
+        Answer(status=400, code="InvalidRequest", message="Checksum algorithm provided is unsupported."),
+    ],
+    ids=lambda answer: answer.code,
+)
+def test_a_server_without_the_newest_checksum_gets_the_one_before_it(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: Answer
+) -> None:
+    def interfere(request: Request) -> Answer | None:
+        asked = request.headers.get("x-amz-checksum-algorithm") == "CRC64NVME"
+        return answer if asked or "x-amz-checksum-crc64nvme" in request.headers else None
+
+    model = write_model(tmp_path / "out", weight_bytes=(17 * MIB, 100))
+    bucket.proxy.interfere = interfere
+    record = upload(model, bucket.uri, settings=FAST)
+    assert bucket.read_all() == contents_of(model)
+    assert {file.verified_by for file in record.files[:2]} == {"SHA-256 of parts", "SHA-256"}
+    assert "from here on SHA256 instead" in caplog.text
+    assert "when_required" not in caplog.text
+    sent = [each for each in bucket.proxy.requests if each.is_content]
+    assert all("x-amz-checksum-sha256" in each.headers for each in sent)
+
+
+def test_an_object_that_another_tool_put_is_proven_by_the_checksum_that_it_carries(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "out", weight_bytes=(20 * MIB,))
+    content, key = (model / WEIGHT).read_bytes(), bucket.prefix + WEIGHT
+    begun = bucket.client.create_multipart_upload(
+        Bucket=bucket.bucket, Key=key, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
+    )
+    parts = []
+    for number, part in enumerate((content[: 7 * MIB], content[7 * MIB :]), start=1):
+        checksum = digest_part(part, ["CRC64NVME"]).text("CRC64NVME")
+        answer = bucket.client.upload_part(
+            Bucket=bucket.bucket,
+            Key=key,
+            UploadId=begun["UploadId"],
+            PartNumber=number,
+            Body=part,
+            ChecksumCRC64NVME=checksum,
+        )
+        parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+    bucket.client.complete_multipart_upload(
+        Bucket=bucket.bucket, Key=key, UploadId=begun["UploadId"], MultipartUpload={"Parts": parts}
+    )
+    record = upload(model, bucket.uri, settings=FAST)
+    (weight,) = (file for file in record.files if file.name == WEIGHT)
+    assert (weight.outcome, weight.verified_by) == ("skipped", "CRC-64/NVME")
+
+
+def test_an_upload_that_was_begun_with_another_checksum_is_not_gone_on_with(bucket: Bucket, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "out", weight_bytes=(20 * MIB,))
+    content, key = (model / WEIGHT).read_bytes(), bucket.prefix + WEIGHT
+    begun = bucket.client.create_multipart_upload(Bucket=bucket.bucket, Key=key, ChecksumAlgorithm="SHA256")
+    first = content[: 8 * MIB]
+    bucket.client.upload_part(
+        Bucket=bucket.bucket,
+        Key=key,
+        UploadId=begun["UploadId"],
+        PartNumber=1,
+        Body=first,
+        ChecksumSHA256=digest_part(first, ["SHA256"]).text("SHA256"),
+    )
+    record = upload(model, bucket.uri, settings=FAST)
+    assert bucket.read_all() == contents_of(model)
+    assert record.files[0].verified_by == "CRC-64/NVME"
+    assert bucket.leftovers() == []
 
 
 def test_when_required_sends_no_newer_checksums(bucket: Bucket, tmp_path: Path) -> None:
@@ -247,7 +321,7 @@ def test_a_server_without_conditional_writes_is_used_with_a_look_before(
     upload(model, bucket.uri, settings=FAST)
     assert bucket.read_all() == contents_of(model)
     assert caplog.text.count("If-None-Match") >= 1
-    assert all("x-amz-checksum-sha256" in each.headers for each in bucket.proxy.requests if each.is_content)
+    assert all("x-amz-checksum-crc64nvme" in each.headers for each in bucket.proxy.requests if each.is_content)
 
 
 def open_upload(

@@ -122,7 +122,7 @@ def test_the_local_way_finds_the_model_proven_and_sends_nothing(
     assert len(bucket.proxy.contents()) == 1
     assert {f.verified_by for f in record.files if f.bytes > 16 * MIB} == {"MD5 of parts (ETag)"} or {
         f.verified_by for f in record.files if f.bytes > 16 * MIB
-    } == {"SHA-256 of parts"}
+    } == {"CRC-64/NVME"}
 
 
 def test_streaming_finds_what_the_local_way_sent_and_sends_none_of_it(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import anycrc
 
 from ckptflow.errors import PermanentPublishError
 
@@ -58,33 +61,52 @@ def plan_parts(total_bytes: int, wanted_part_bytes: int, *, max_parts: int = MAX
     return PartPlan(total_bytes=total_bytes, part_bytes=min(part_bytes, MAX_PART_BYTES))
 
 
+#: How the content of a part or an object is told apart from any other, best first: the checksums that S3 computes of
+#: what it is sent, if asked to, and the MD5 that most servers make an ETag of.
+DigestName = Literal["CRC64NVME", "SHA256", "MD5"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartDigest:
-    """SHA-256 (32 bytes) of one part, and its MD5 (16 bytes) where a server needs it."""
+    """Digests of one part of ``nbytes`` bytes, by name: CRC-64/NVME (8 bytes), SHA-256 (32), MD5 (16)."""
 
-    sha256: bytes
-    md5: bytes | None
+    nbytes: int
+    digests: Mapping[DigestName, bytes]
 
     @property
     def etag(self) -> str | None:
-        """The part's ETag where the server derives it from the MD5."""
-        return None if self.md5 is None else self.md5.hex()
+        """The part's ETag where the server derives it from the MD5; None where that was not made."""
+        return self.digests["MD5"].hex() if "MD5" in self.digests else None
 
-    @property
-    def sha256_base64(self) -> str:
-        """The SHA-256 as S3 writes it."""
-        return base64.b64encode(self.sha256).decode()
-
-    @property
-    def md5_base64(self) -> str:
-        """The MD5 as the header Content-MD5 has it."""
-        return base64.b64encode(self.md5 or b"").decode()
+    def text(self, name: DigestName) -> str | None:
+        """A digest as the headers of S3 have it: base64; None where it was not made."""
+        return base64.b64encode(self.digests[name]).decode() if name in self.digests else None
 
 
-def digest_part(content: bytes | bytearray, *, with_md5: bool) -> PartDigest:
-    """Digest one part. An MD5 costs more than twice the CPU time of a SHA-256, so it is made on demand only."""
-    md5 = hashlib.md5(content, usedforsecurity=False).digest() if with_md5 else None
-    return PartDigest(sha256=hashlib.sha256(content).digest(), md5=md5)
+def digest_part(content: bytes | bytearray, names: Iterable[DigestName]) -> PartDigest:
+    """Make some digests of one part. A SHA-256 costs four times the CPU time of a CRC-64, an MD5 ten times."""
+    return PartDigest(nbytes=len(content), digests={name: _MAKE[name](content) for name in names})
+
+
+def _crc64nvme(content: bytes | bytearray) -> bytes:
+    crc: int = _CRC64NVME.calc(content)
+    return crc.to_bytes(8, "big")
+
+
+def _sha256(content: bytes | bytearray) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _md5(content: bytes | bytearray) -> bytes:
+    return hashlib.md5(content, usedforsecurity=False).digest()
+
+
+_CRC64NVME = anycrc.Model("CRC64-NVME")
+_MAKE: Mapping[DigestName, Callable[[bytes | bytearray], bytes]] = {
+    "CRC64NVME": _crc64nvme,
+    "SHA256": _sha256,
+    "MD5": _md5,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,29 +115,46 @@ class ObjectDigest:
 
     Attributes:
         sha256: of the content, hex.
-        checksum: the SHA-256 in S3's words: base64, of the parts' digests where there are several.
-        etag: made of MD5s; None where a part has none.
+        digests: those that all parts had, in S3's words. CRC64NVME is of the whole content, in base64; SHA256 is in
+            base64, of the parts' digests where there are several; MD5 is the ETag, in hex, made in the same way.
     """
 
     sha256: str
-    checksum: str
-    etag: str | None
+    digests: Mapping[DigestName, str]
 
 
 def digest_object(sha256: str, parts: Sequence[PartDigest]) -> ObjectDigest:
     """Digests of an object out of its parts; one part means that it was put whole.
 
-    A multipart ETag is the MD5 of the parts' MD5s, a composite checksum the SHA-256 of the parts' SHA-256s, each with
-    ``-N``: https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html
+    CRCs of parts add up to that of the whole. A multipart ETag is the MD5 of the parts' MD5s, a composite checksum the
+    SHA-256 of the parts' SHA-256s, each with ``-N``:
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html
     """
-    if len(parts) == 1:
-        return ObjectDigest(sha256=sha256, checksum=parts[0].sha256_base64, etag=parts[0].etag)
-    suffix = f"-{len(parts)}"
-    sha256_of_sha256s = hashlib.sha256(b"".join(part.sha256 for part in parts)).digest()
-    md5s = [part.md5 for part in parts if part.md5 is not None]
-    etag = hashlib.md5(b"".join(md5s), usedforsecurity=False).hexdigest() + suffix
-    return ObjectDigest(
-        sha256=sha256,
-        checksum=base64.b64encode(sha256_of_sha256s).decode() + suffix,
-        etag=etag if len(md5s) == len(parts) else None,
-    )
+    names = [name for name in _MAKE if all(name in part.digests for part in parts)]
+    return ObjectDigest(sha256=sha256, digests={name: _COMBINE[name](parts) for name in names})
+
+
+def _whole_crc64nvme(parts: Sequence[PartDigest]) -> str:
+    crc = 0
+    for part in parts:
+        crc = _CRC64NVME.combine(crc, int.from_bytes(part.digests["CRC64NVME"], "big"), part.nbytes)
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
+
+
+def _composite_sha256(parts: Sequence[PartDigest]) -> str:
+    digests = [part.digests["SHA256"] for part in parts]
+    if len(digests) == 1:
+        return base64.b64encode(digests[0]).decode()
+    return f"{base64.b64encode(_sha256(b''.join(digests))).decode()}-{len(digests)}"
+
+
+def _composite_md5(parts: Sequence[PartDigest]) -> str:
+    digests = [part.digests["MD5"] for part in parts]
+    return digests[0].hex() if len(digests) == 1 else f"{_md5(b''.join(digests)).hex()}-{len(digests)}"
+
+
+_COMBINE: Mapping[DigestName, Callable[[Sequence[PartDigest]], str]] = {
+    "CRC64NVME": _whole_crc64nvme,
+    "SHA256": _composite_sha256,
+    "MD5": _composite_md5,
+}

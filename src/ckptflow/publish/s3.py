@@ -7,13 +7,22 @@ import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
 
 from ckptflow.errors import TransientPublishError, UsageError
 from ckptflow.publish.model import LocalFile, LocalModel
-from ckptflow.publish.parts import ObjectDigest, PartDigest, PartPlan, digest_object, digest_part, plan_parts
+from ckptflow.publish.parts import (
+    DigestName,
+    ObjectDigest,
+    PartDigest,
+    PartPlan,
+    digest_object,
+    digest_part,
+    plan_parts,
+)
 from ckptflow.publish.s3_client import S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.s3_multipart import MultipartSender, UploadGoneError, abort_upload, object_metadata
@@ -114,7 +123,7 @@ class S3Target:
 
     def put_bytes(self, name: str, content: bytes) -> bool:
         """Create a small object."""
-        return self._put(name, content, digest_part(content, with_md5=self._caller.needs_md5), {})
+        return self._put(name, content, digest_part(content, self._caller.digest_names), {})
 
     def put_file(self, file: LocalFile, progress: Progress) -> bool:
         """Create an object from a local file: whole where it fits one part, else in parts, some at once."""
@@ -122,7 +131,7 @@ class S3Target:
         return self._put_whole(file, plan, progress) if plan.count == 1 else self._put_parts(file, plan, progress)
 
     def prove_file(self, file: LocalFile) -> str | None:
-        """By size and SHA-256 or MD5 (ETag) from the server; by the sha256 of the bytes read back where it has none."""
+        """By size and the server's checksum or ETag; by the sha256 of the bytes read back where it has none."""
         return self._prover.prove(self._key(file.name), file, partial(self._digest, file))
 
     def delete_file(self, name: str) -> None:
@@ -142,8 +151,8 @@ class S3Target:
     def _put_whole(self, file: LocalFile, plan: PartPlan, progress: Progress) -> bool:
         with open_source(file) as fd:
             content = read_part(fd, file, plan, 1)
-        digest = digest_part(content, with_md5=self._caller.needs_md5)
-        check_sha256(file, digest.sha256.hex())
+        check_sha256(file, sha256(content).hexdigest())
+        digest = digest_part(content, self._caller.digest_names)
         self._remember(file, plan, digest_object(file.sha256, [digest]))
         is_created = self._put(file.name, content, digest, object_metadata(file, plan))
         progress(len(content))
@@ -157,10 +166,7 @@ class S3Target:
                 "Body": content,
                 "Metadata": metadata,
             }
-            if self._caller.sends_checksums:
-                request["ChecksumSHA256"] = digest.sha256_base64
-            else:
-                request["ContentMD5"] = digest_part(content, with_md5=True).md5_base64
+            request.update(self._caller.checksum_of(content, digest))  # type: ignore[typeddict-item]
             if self._caller.is_conditional:
                 request["IfNoneMatch"] = "*"
             elif self._prover.is_there(self._key(name)):
@@ -234,14 +240,14 @@ class S3Target:
             _log.warning(
                 "%s: open uploads can't be listed: files are sent from the start, and what was left half stays (%s)",
                 self._uri,
-                error,
+                self._caller.told(error),
             )
             return {}
 
-    def _digest(self, file: LocalFile, plan: PartPlan, with_md5: bool) -> ObjectDigest:
+    def _digest(self, file: LocalFile, plan: PartPlan, name: DigestName | None) -> ObjectDigest:
         found = self._digests.get((file.name, plan.part_bytes))
-        if found is None or (with_md5 and found.etag is None):
-            found = digest_file(self._pool, file, plan, self._window(plan), with_md5=with_md5)
+        if found is None or (name is not None and name not in found.digests):
+            found = digest_file(self._pool, file, plan, self._window(plan), [] if name is None else [name])
             self._remember(file, plan, found)
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from botocore.config import Config
@@ -16,6 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import Session, get_session
 
 from ckptflow.errors import PermanentPublishError, PublishError, TransientPublishError
+from ckptflow.publish.parts import DigestName, PartDigest, digest_part
 from ckptflow.publish.s3_errors import error_code, is_checksum_refusal, is_condition_refusal, judge
 from ckptflow.publish.settings import PublishSettings, check_endpoint
 from ckptflow.publish.verdicts import delay_seconds
@@ -28,6 +29,15 @@ _WITH_CHECKSUM = frozenset(
     {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload", "HeadObject"}
 )
 
+#: What a server is asked to check, best first. Not all know the first, which costs the least by far.
+CHECKSUMS: tuple[DigestName, ...] = ("CRC64NVME", "SHA256")
+#: Names in requests and answers, of parts and of objects.
+CHECKSUM_FIELDS: Mapping[DigestName, str] = {
+    "CRC64NVME": "ChecksumCRC64NVME",
+    "SHA256": "ChecksumSHA256",
+    "MD5": "ContentMD5",
+}
+
 _Style = Literal["path", "virtual", "auto"]
 
 _log = logging.getLogger(__name__)
@@ -37,9 +47,10 @@ _T = TypeVar("_T")
 class S3Caller:
     """Runs requests against one endpoint.
 
-    ``sends_checksums`` and ``is_conditional`` start as asked for; each is switched off for good, once, when the server
-    says that it does not know the headers. Actions read them anew on each try. ``gives_checksums`` is switched off when
-    the server takes checksums and does not give them back.
+    ``checksum`` is what a server is asked to check: it starts as asked for, and where the server says that it does not
+    know the header the next of ``CHECKSUMS`` takes its place for good, at last None, which is a Content-MD5.
+    ``is_conditional`` is switched off for good in the same way. Actions read both anew on each try.
+    ``gives_checksums`` is switched off when the server takes checksums and does not give them back.
     """
 
     def __init__(self, settings: PublishSettings) -> None:
@@ -50,7 +61,7 @@ class S3Caller:
         self.is_conditional = True
         mode = settings.checksum_mode or os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
         self.gives_checksums = True
-        self.sends_checksums = mode.lower() == "when_supported"
+        self.checksum = CHECKSUMS[0] if mode.lower() == "when_supported" else None
         try:
             session = _open_session(settings)
             credentials = session.get_credentials()
@@ -64,9 +75,20 @@ class S3Caller:
             raise self._final_error(error, "can't open a connection to S3", "") from None
 
     @property
-    def needs_md5(self) -> bool:
-        """Whether files are proven by their ETags, for want of checksums."""
-        return not (self.sends_checksums and self.gives_checksums)
+    def digest_names(self) -> frozenset[DigestName]:
+        """What is made of each part: the checksum, and the MD5 where files are proven by their ETags."""
+        names = {self.checksum or "MD5"} if self.gives_checksums else {self.checksum or "MD5", "MD5"}
+        return frozenset(names)
+
+    def checksum_of(self, content: bytes | bytearray, digest: PartDigest) -> dict[str, str]:
+        """The argument of a request that makes the server check the bytes that it gets.
+
+        Args:
+            content: the bytes.
+            digest: of these bytes; made anew where the server asked for another one meanwhile.
+        """
+        name: DigestName = self.checksum or "MD5"
+        return {CHECKSUM_FIELDS[name]: digest.text(name) or digest_part(content, [name]).text(name) or ""}
 
     def close(self) -> None:
         """Close the connections; a request that is on its way is not tried again."""
@@ -90,13 +112,13 @@ class S3Caller:
         attempt = 1
         while True:
             # Noted before the request: of several in flight, each refused one has its second try.
-            conditional, checksums = self.is_conditional, self.sends_checksums
+            conditional, checksum = self.is_conditional, self.checksum
             try:
                 return action(self.client)
             except ClientError as error:
                 if error_code(error) in passing:
                     raise
-                if self._step_back(error, was_conditional=conditional, sent_checksums=checksums):
+                if self._step_back(error, was_conditional=conditional, sent_checksum=checksum):
                     continue
                 failure: BotoCoreError | ClientError = error
             except BotoCoreError as error:
@@ -110,10 +132,10 @@ class S3Caller:
                 raise self._final_error(failure, what, where) from self._cause(failure)
             attempt += 1
 
-    def _step_back(self, error: ClientError, *, was_conditional: bool, sent_checksums: bool) -> bool:
-        """Switch off a header that the server does not know; True when the request is worth another try."""
+    def _step_back(self, error: ClientError, *, was_conditional: bool, sent_checksum: DigestName | None) -> bool:
+        """Leave out a header that the server does not know; True when the request is worth another try."""
         # Some servers say NotImplemented and not of what: the checksums go first, then the condition.
-        is_nameless = not sent_checksums and error_code(error) == "NotImplemented"
+        is_nameless = sent_checksum is None and error_code(error) == "NotImplemented"
         is_refusal = is_condition_refusal(error) or is_nameless
         if was_conditional and error.operation_name in _WITH_CONDITION and is_refusal:
             with self._lock:
@@ -121,16 +143,19 @@ class S3Caller:
             if is_news:
                 _log.warning(
                     "the server does not know If-None-Match; two uploads at once are only told apart by a look (%s)",
-                    self._scrub(judge(error).found),
+                    self.told(error),
                 )
             return True
-        if sent_checksums and error.operation_name in _WITH_CHECKSUM and is_checksum_refusal(error):
+        if sent_checksum is not None and error.operation_name in _WITH_CHECKSUM and is_checksum_refusal(error):
             with self._lock:
-                is_news, self.sends_checksums = self.sends_checksums, False
+                is_news = self.checksum == sent_checksum
+                if is_news:
+                    self.checksum = next(iter(CHECKSUMS[CHECKSUMS.index(sent_checksum) + 1 :]), None)
             if is_news:
+                instead = f"{self.checksum} instead" if self.checksum else "as with checksum_mode=when_required"
+                found = self.told(error)
                 _log.warning(
-                    "the server refuses x-amz-checksum headers; from here on as with checksum_mode=when_required (%s)",
-                    self._scrub(judge(error).found),
+                    "the server refuses x-amz-checksum-%s; from here on %s (%s)", sent_checksum.lower(), instead, found
                 )
             return True
         return False
@@ -146,6 +171,10 @@ class S3Caller:
     def _cause(self, error: Exception) -> Exception | None:
         # A server may quote the key in its message; a traceback would then show it through the cause.
         return None if self._scrub(str(error)) != str(error) else error
+
+    def told(self, error: ClientError) -> str:
+        """What the server said, for a log: without the key, which it may quote."""
+        return self._scrub(judge(error).found)
 
     def _scrub(self, text: str) -> str:
         for secret in self._secrets:

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 from ckptflow.errors import VerificationError
 from ckptflow.publish.model import LocalFile
 from ckptflow.publish.parts import ObjectDigest, PartDigest, PartPlan, digest_object, digest_part
-from ckptflow.publish.s3_client import S3Caller
+from ckptflow.publish.s3_client import CHECKSUM_FIELDS, CHECKSUMS, S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.slots import PartSlots, work_in_slots
 from ckptflow.publish.source import check_sha256, open_source, read_part, read_part_into
@@ -122,7 +122,9 @@ class MultipartSender:
                 "Key": self.key,
                 "Metadata": object_metadata(self.file, self.plan),
             }
-            if self.caller.sends_checksums:
+            if self.caller.checksum == "CRC64NVME":
+                request["ChecksumAlgorithm"], request["ChecksumType"] = "CRC64NVME", "FULL_OBJECT"
+            elif self.caller.checksum == "SHA256":
                 request["ChecksumAlgorithm"] = "SHA256"
             return client.create_multipart_upload(**request)["UploadId"]
 
@@ -135,8 +137,8 @@ class MultipartSender:
             UploadGoneError: somebody else completed or aborted the upload.
         """
         there = upload.parts.get(number)
-        digest = digest_part(content, with_md5=self.caller.needs_md5 or there is not None)
-        if there is not None and is_equal(there, digest, len(content)):
+        digest = digest_part(content, self.caller.digest_names | ({"MD5"} if there is not None else set()))
+        if there is not None and is_equal(there, digest):
             return digest, there["ETag"]
 
         def action(client: S3Client) -> str:
@@ -147,13 +149,19 @@ class MultipartSender:
                 "PartNumber": number,
                 "Body": content,  # type: ignore[typeddict-item]  # a bytearray is as good as bytes to boto3
             }
-            if self.caller.sends_checksums:
-                request["ChecksumSHA256"] = digest.sha256_base64
-            else:
-                request["ContentMD5"] = digest_part(content, with_md5=True).md5_base64
+            request.update(self.caller.checksum_of(content, digest))  # type: ignore[typeddict-item]
             return client.upload_part(**request)["ETag"]
 
-        return digest, self._unless_gone(action, "can't send a part")
+        # Parts must have the checksum that an upload was begun with, and not every server lists which that was.
+        refused = ("InvalidRequest",) if upload.parts else ()
+        try:
+            return digest, self._unless_gone(action, "can't send a part", passing=refused)
+        except ClientError as error:
+            _log.warning(
+                "%s: an open upload takes no more parts; it is begun anew (%s)", self.where, self.caller.told(error)
+            )
+            abort_upload(self.caller, self.bucket, self.key, upload.upload_id)
+            raise UploadGoneError(self.where) from error
 
     def complete(self, upload: OpenUpload, sent: list[tuple[PartDigest, str]]) -> bool:
         """Make the object of its parts. False: the key is taken; the upload was aborted.
@@ -161,13 +169,14 @@ class MultipartSender:
         Raises:
             UploadGoneError: somebody else completed or aborted the upload.
         """
+        whole = digest_object(self.file.sha256, [part for part, _ in sent])
 
         def action(client: S3Client) -> bool:
             parts: list[CompletedPartTypeDef] = []
             for number, (digest, etag) in enumerate(sent, start=1):
                 part: CompletedPartTypeDef = {"PartNumber": number, "ETag": etag}
-                if self.caller.sends_checksums:
-                    part["ChecksumSHA256"] = digest.sha256_base64
+                if self.caller.checksum == "SHA256" and "SHA256" in digest.digests:
+                    part["ChecksumSHA256"] = digest.text("SHA256") or ""
                 parts.append(part)
             request: CompleteMultipartUploadRequestTypeDef = {
                 "Bucket": self.bucket,
@@ -175,6 +184,9 @@ class MultipartSender:
                 "UploadId": upload.upload_id,
                 "MultipartUpload": {"Parts": parts},
             }
+            if self.caller.checksum == "CRC64NVME" and "CRC64NVME" in whole.digests:
+                # A server that reads it makes no object whose bytes are not these.
+                request["ChecksumCRC64NVME"], request["ChecksumType"] = whole.digests["CRC64NVME"], "FULL_OBJECT"
             if self.caller.is_conditional:
                 request["IfNoneMatch"] = "*"
             try:
@@ -190,24 +202,32 @@ class MultipartSender:
             abort_upload(self.caller, self.bucket, self.key, upload.upload_id)
         return is_created
 
-    def _unless_gone(self, action: Callable[[S3Client], _T], what: str) -> _T:
+    def _unless_gone(self, action: Callable[[S3Client], _T], what: str, passing: tuple[str, ...] = ()) -> _T:
         try:
-            return self.caller.run(action, what=what, where=self.where, passing=("NoSuchUpload",))
+            return self.caller.run(action, what=what, where=self.where, passing=("NoSuchUpload", *passing))
         except ClientError as error:
+            if error_code(error) in passing:
+                raise
             raise UploadGoneError(self.where) from error
 
     def open_upload(self, upload_id: str) -> OpenUpload | None:
-        """An upload with the parts that it has; None where it is gone."""
+        """An upload with the parts that it has; None where it is gone, or was begun with another checksum."""
 
-        def action(client: S3Client) -> dict[int, PartTypeDef]:
-            pages = client.get_paginator("list_parts").paginate(Bucket=self.bucket, Key=self.key, UploadId=upload_id)
-            return {part["PartNumber"]: part for page in pages for part in page.get("Parts", [])}
+        def action(client: S3Client) -> OpenUpload | None:
+            parts: dict[int, PartTypeDef] = {}
+            for page in client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=self.key, UploadId=upload_id
+            ):
+                # Its parts must have the checksum that it was begun with, where it was begun with one.
+                if page.get("ChecksumAlgorithm", self.caller.checksum) != self.caller.checksum:
+                    return None
+                parts |= {part["PartNumber"]: part for part in page.get("Parts", [])}
+            return OpenUpload(upload_id=upload_id, parts=parts)
 
         try:
-            parts = self._unless_gone(action, "can't list the parts of an open upload")
+            return self._unless_gone(action, "can't list the parts of an open upload")
         except UploadGoneError:
             return None
-        return OpenUpload(upload_id=upload_id, parts=parts)
 
     def _belongs(self, upload: OpenUpload) -> bool:
         """Whether all parts have the planned size and the last one our bytes; the others are compared when sent."""
@@ -218,7 +238,7 @@ class MultipartSender:
         last = max(upload.parts)
         with open_source(self.file) as fd:
             content = read_part(fd, self.file, self.plan, last)
-        return is_equal(upload.parts[last], digest_part(content, with_md5=True), len(content))
+        return is_equal(upload.parts[last], digest_part(content, self.caller.digest_names | {"MD5"}))
 
 
 def abort_upload(caller: S3Caller, bucket: str, key: str, upload_id: str) -> None:
@@ -240,8 +260,9 @@ def object_metadata(file: LocalFile, plan: PartPlan) -> dict[str, str]:
     return {**known, "part-bytes": str(plan.part_bytes)}
 
 
-def is_equal(there: PartTypeDef, digest: PartDigest, length: int) -> bool:
-    """Whether a part that the server lists is the one with these digests and this length in bytes."""
+def is_equal(there: PartTypeDef, digest: PartDigest) -> bool:
+    """Whether a part that the server lists is the one with these digests."""
     # The ETag is the MD5 unless the bucket encrypts with KMS; then AWS lists the part's checksum.
-    is_same = there.get("ETag", "").strip('"') == digest.etag or there.get("ChecksumSHA256") == digest.sha256_base64
-    return is_same and there.get("Size") == length
+    is_same = digest.etag is not None and there.get("ETag", "").strip('"') == digest.etag
+    checksums = (there.get(CHECKSUM_FIELDS[name]) == digest.text(name) for name in CHECKSUMS if name in digest.digests)
+    return there.get("Size") == digest.nbytes and (is_same or any(checksums))

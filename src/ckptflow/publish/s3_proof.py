@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,8 +14,8 @@ from botocore.exceptions import ClientError, ResponseStreamingError
 from ckptflow.errors import TransientPublishError
 from ckptflow.pools import windowed
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import MAX_PART_BYTES, ObjectDigest, PartPlan, plan_parts
-from ckptflow.publish.s3_client import S3Caller
+from ckptflow.publish.parts import MAX_PART_BYTES, DigestName, ObjectDigest, PartPlan, plan_parts
+from ckptflow.publish.s3_client import CHECKSUM_FIELDS, CHECKSUMS, S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.settings import MIB, VerifyMode
 
@@ -24,18 +24,37 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef, HeadObjectRequestTypeDef
 
 _RANGE_BYTES = 16 * MIB
+#: How a person reads it: of an object that was put whole, and of one that was put in parts.
+_PROOFS: Mapping[DigestName, tuple[str, str]] = {
+    "CRC64NVME": ("CRC-64/NVME", "CRC-64/NVME"),
+    "SHA256": ("SHA-256", "SHA-256 of parts"),
+    "MD5": ("MD5 (ETag)", "MD5 of parts (ETag)"),
+}
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectFacts:
-    """What the server says of an object: size in bytes, ETag, SHA-256 where it has one, and our own metadata."""
+    """What the server says of an object.
+
+    Attributes:
+        bytes: its size.
+        etag: its ETag, whatever it is made of.
+        digests: as in ``ObjectDigest``: the checksums that the server has, and the ETag where it may be made of MD5s.
+        sha256: our own metadata.
+        part_bytes: our own metadata; None where somebody else put the object.
+    """
 
     bytes: int
     etag: str
-    checksum: str | None
+    digests: Mapping[DigestName, str]
     sha256: str | None
     part_bytes: int | None
+
+    @property
+    def proof(self) -> DigestName | None:
+        """The digest that says most of it; None where there is none."""
+        return next((name for name in ("SHA256", "CRC64NVME", "MD5") if name in self.digests), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +76,25 @@ class S3Prover:
         head = self._head(key, with_checksum=True)
         if head is None:
             return None
+        etag = head["ETag"].strip('"')
+        checksums = {name: str(head.get(CHECKSUM_FIELDS[name], "")) for name in CHECKSUMS}
+        digests = {**checksums, "MD5": etag if _MD5_ETAG.fullmatch(etag) else ""}
         return ObjectFacts(
             bytes=head["ContentLength"],
-            etag=head["ETag"].strip('"'),
-            checksum=head.get("ChecksumSHA256"),
+            etag=etag,
+            digests={name: value for name, value in digests.items() if value},
             sha256=head["Metadata"].get("sha256"),
             part_bytes=_part_bytes(head["Metadata"].get("part-bytes", "")),
         )
 
-    def prove(self, key: str, file: LocalFile, digest: Callable[[PartPlan, bool], ObjectDigest]) -> str | None:
+    def prove(
+        self, key: str, file: LocalFile, digest: Callable[[PartPlan, DigestName | None], ObjectDigest]
+    ) -> str | None:
         """How the object was proven equal to the file; None where it is absent or differs.
 
         Args:
-            digest: the digests of the local file, cut as the plan says, with MD5s or without; checks the file against
-                the record.
+            digest: the digests of the local file, cut as the plan says, with the one that is named among them, if any;
+                checks the file against the record.
         """
         facts = self.facts(key)
         if facts is None or facts.bytes != file.bytes or facts.sha256 not in (None, file.sha256):
@@ -79,22 +103,19 @@ class S3Prover:
             return "size and stored sha256"
         # An object that somebody else put has no part size; its ETag then matches only if it was put whole.
         plan = plan_parts(file.bytes, facts.part_bytes or _RANGE_BYTES)
-        is_by_etag = facts.checksum is None and _MD5_ETAG.fullmatch(facts.etag) is not None
-        if is_by_etag and facts.part_bytes is not None:
+        if facts.proof == "MD5" and facts.part_bytes is not None:
             # An object of ours without the checksum that was sent with it: the next files get MD5s at once.
             self.caller.gives_checksums = False
-        local = digest(plan, is_by_etag and self.verify != "full")
-        if self.verify != "full":
-            if facts.checksum is not None and facts.checksum == local.checksum:
-                return "SHA-256 of parts" if plan.count > 1 else "SHA-256"
-            if is_by_etag and facts.etag == local.etag:
-                return "MD5 of parts (ETag)" if plan.count > 1 else "MD5 (ETag)"
+        name = None if self.verify == "full" else facts.proof
+        local = digest(plan, name)
+        if name is not None and facts.digests[name] == local.digests.get(name):
+            return _PROOFS[name][plan.count > 1]
         return "sha256 read back" if self._read_sha256(key, facts) == file.sha256 else None
 
     def _head(self, key: str, *, with_checksum: bool) -> HeadObjectOutputTypeDef | None:
         def action(client: S3Client) -> HeadObjectOutputTypeDef | None:
             request: HeadObjectRequestTypeDef = {"Bucket": self.bucket, "Key": key}
-            if with_checksum and self.caller.sends_checksums:
+            if with_checksum and self.caller.checksum is not None:
                 request["ChecksumMode"] = "ENABLED"
             try:
                 return client.head_object(**request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +12,7 @@ from hashlib import sha256
 from ckptflow.errors import VerificationError
 from ckptflow.pools import windowed
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import ObjectDigest, PartPlan, digest_object, digest_part
+from ckptflow.publish.parts import DigestName, ObjectDigest, PartPlan, digest_object, digest_part
 
 
 @contextmanager
@@ -62,8 +62,10 @@ def read_part_into(memory: bytearray, fd: int, file: LocalFile, plan: PartPlan, 
         offset, rest = offset + count, rest[count:]
 
 
-def digest_file(pool: Executor, file: LocalFile, plan: PartPlan, window: int, *, with_md5: bool) -> ObjectDigest:
-    """Digests of a local file as an object of these parts.
+def digest_file(
+    pool: Executor, file: LocalFile, plan: PartPlan, window: int, names: Collection[DigestName]
+) -> ObjectDigest:
+    """Digests of a local file as an object of these parts: its sha256, and those of each part that are named.
 
     Raises:
         VerificationError: the content is not what the record says.
@@ -77,7 +79,7 @@ def digest_file(pool: Executor, file: LocalFile, plan: PartPlan, window: int, *,
             yield content
 
     with open_source(file) as fd:
-        digests = list(windowed(pool, partial(digest_part, with_md5=with_md5), parts(fd), window))
+        digests = list(windowed(pool, partial(digest_part, names=names), parts(fd), window))
     check_sha256(file, whole.hexdigest())
     return digest_object(file.sha256, digests)
 

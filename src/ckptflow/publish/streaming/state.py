@@ -33,8 +33,7 @@ class StreamState:
             streamed = Streamed(
                 record=WeightFileRecord.from_json(found["record"]),
                 part_bytes=found["part_bytes"],
-                checksum=found["checksum"],
-                etag=found["etag"],
+                digests=dict(found["digests"]),
                 outcome=found["outcome"],
             )
         except (CheckpointError, KeyError, TypeError, ValueError):
@@ -46,8 +45,7 @@ class StreamState:
         content = {
             "uri": self.uri,
             "part_bytes": streamed.part_bytes,
-            "checksum": streamed.checksum,
-            "etag": streamed.etag,
+            "digests": dict(streamed.digests),
             "outcome": streamed.outcome,
             "record": streamed.record.to_json(),
         }

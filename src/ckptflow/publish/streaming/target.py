@@ -14,7 +14,15 @@ from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import PublishError, TransientPublishError, UsageError
 from ckptflow.publish.fileprogress import FileProgress
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import ObjectDigest, PartDigest, PartPlan, digest_object, digest_part, plan_parts
+from ckptflow.publish.parts import (
+    DigestName,
+    ObjectDigest,
+    PartDigest,
+    PartPlan,
+    digest_object,
+    digest_part,
+    plan_parts,
+)
 from ckptflow.publish.s3 import S3Target
 from ckptflow.publish.s3_multipart import (
     MultipartSender,
@@ -43,16 +51,14 @@ class Streamed:
 
     Attributes:
         record: what was produced.
-        part_bytes: size of the parts that ``checksum`` and ``etag`` are made of.
-        checksum: as ``ObjectDigest.checksum``.
-        etag: as ``ObjectDigest.etag``.
+        part_bytes: size of the parts that the digests are made of.
+        digests: as ``ObjectDigest.digests``.
         outcome: ``sent`` by this run or one that was killed, or ``skipped`` because somebody else had put it there.
     """
 
     record: WeightFileRecord
     part_bytes: int
-    checksum: str
-    etag: str | None
+    digests: Mapping[DigestName, str]
     outcome: Literal["sent", "skipped"]
 
     @property
@@ -81,7 +87,7 @@ class StreamTarget(S3Target):
     """A prefix of a bucket that takes files while they are produced.
 
     Objects carry no sha256, since that is known too late, but the size of their parts. They are proven by the checksum
-    of the parts' SHA-256s (or MD5s) that the server gives, or by reading them back where it gives none.
+    or the ETag that the server gives, or by reading them back where it gives none.
     """
 
     def __init__(self, uri: str, settings: PublishSettings, budget_bytes: int) -> None:
@@ -116,7 +122,7 @@ class StreamTarget(S3Target):
 
     def know(self, streamed: Streamed) -> None:
         """Take the digests of a file that an earlier run streamed, so that it can be proven without its bytes."""
-        digest = ObjectDigest(sha256=streamed.record.sha256, checksum=streamed.checksum, etag=streamed.etag)
+        digest = ObjectDigest(sha256=streamed.record.sha256, digests=streamed.digests)
         plan = PartPlan(total_bytes=streamed.record.nbytes, part_bytes=streamed.part_bytes)
         self._remember(streamed.file, plan, digest)
 
@@ -161,10 +167,10 @@ class StreamTarget(S3Target):
         if facts.part_bytes is not None and facts.part_bytes <= self._budget_bytes // 2:
             plan = plan_parts(nbytes, facts.part_bytes)
             in_flight = max(1, min(in_flight, self._budget_bytes // plan.part_bytes - 1))
-        with_md5 = facts.checksum is None or self._caller.needs_md5
+        names = self._caller.digest_names | (set() if facts.proof is None else {facts.proof})
 
         def work(_: int, content: bytes) -> PartDigest:
-            return digest_part(content, with_md5=with_md5)
+            return digest_part(content, names)
 
         with PartStream(plan, self._pool, in_flight, work) as stream:
             record = produce(stream)
@@ -189,12 +195,12 @@ class StreamTarget(S3Target):
         """Make MD5s at once, since the server was seen not to give its checksums back."""
         self._caller.gives_checksums = False
 
-    def _digest(self, file: LocalFile, plan: PartPlan, with_md5: bool) -> ObjectDigest:
+    def _digest(self, file: LocalFile, plan: PartPlan, name: DigestName | None) -> ObjectDigest:
         if file.path.is_absolute() and file.path.is_file():
-            return super()._digest(file, plan, with_md5)
+            return super()._digest(file, plan, name)
         found = self._digests.get((file.name, plan.part_bytes))
         # Without digests, nothing that the server says of it can be compared: it is read back.
-        return found or ObjectDigest(sha256=file.sha256, checksum="", etag=None)
+        return found or ObjectDigest(sha256=file.sha256, digests={})
 
 
 class _Attempt:
@@ -242,7 +248,7 @@ class _Attempt:
         with PartStream(self._plan, self._target._pool, 1, lambda _, content: contents.append(content)) as stream:
             record = produce(stream)
             stream.finish()
-        digest = digest_part(contents[0], with_md5=self._target._caller.needs_md5)
+        digest = digest_part(contents[0], self._target._caller.digest_names)
         streamed = _streamed(record, self._plan, [digest], "sent")
         self._memory.keep_streamed(streamed)
         is_created = self._target._put(self._name, contents[0], digest, object_metadata(streamed.file, self._plan))
@@ -275,7 +281,7 @@ class _Attempt:
         if upload.upload_id == self._memory.upload_id:
             return True
         part = upload.parts.get(1)
-        return part is not None and is_equal(part, digest_part(first, with_md5=True), len(first))
+        return part is not None and is_equal(part, digest_part(first, self._target._caller.digest_names | {"MD5"}))
 
     def _send(self, progress: FileProgress, number: int, content: bytes) -> tuple[PartDigest, str]:
         assert self._upload is not None
@@ -298,7 +304,5 @@ def _anew(memory: Memory) -> Memory:
 def _streamed(
     record: WeightFileRecord, plan: PartPlan, digests: list[PartDigest], outcome: Literal["sent", "skipped"]
 ) -> Streamed:
-    digest = digest_object(record.sha256, digests)
-    return Streamed(
-        record=record, part_bytes=plan.part_bytes, checksum=digest.checksum, etag=digest.etag, outcome=outcome
-    )
+    whole = digest_object(record.sha256, digests)
+    return Streamed(record=record, part_bytes=plan.part_bytes, digests=whole.digests, outcome=outcome)
