@@ -30,7 +30,7 @@ from ckptflow.callbacks import announce, sending
 from ckptflow.demo.prefect_server import free_loopback_port
 from measure import spread
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from watchlab import running_lab
 

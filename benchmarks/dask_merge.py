@@ -30,7 +30,7 @@ from typing import Any
 from measure import bring_into_cache, spread
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.resolve().parent / "tests"))
+sys.path.insert(0, str(HERE.resolve().parent / "tests/support"))
 
 from ckptflow.demo.prefect_server import start_prefect_server  # noqa: E402
 from daskcluster import DaskCluster, kill_in_the_middle_of_a_file, running_dask, workers_below  # noqa: E402

@@ -23,7 +23,7 @@ TAG = "global_step10"
 POOL = (1 << 24) + 43  # drawing each value anew would take minutes; an odd length keeps neighbours different
 SUBGROUP = 10**8  # zero_optimization.sub_group_size of stage 3; DeepSpeed's default is 1e9
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 from deepspeed_writer import stand_ins  # noqa: E402 - DeepSpeed's classes under their own names
 
 

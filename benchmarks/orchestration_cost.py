@@ -25,7 +25,7 @@ from ckptflow.askprocess import Server
 from measure import environment, spread
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.resolve().parent / "tests"))
+sys.path.insert(0, str(HERE.resolve().parent / "tests/support"))
 
 #: Seconds of the library and of the flow, one after the other.
 Sample = tuple[float, float]

@@ -30,7 +30,7 @@ from interleave import print_ratios
 from measure import Run, bring_into_cache, run, spread
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests/support"))
 
 BUCKET = "benchmark"
 LOOK_SECONDS = 0.05

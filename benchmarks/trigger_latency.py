@@ -27,7 +27,7 @@ from typing import Any
 
 from measure import spread
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from watchlab import Lab, moment, running_lab, wait_until
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Protocol
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests/support"))
 
 from publishing import MIB, Bucket, HubRepo, contents_of, write_model  # noqa: E402
 from servers.hub import running_hub  # noqa: E402

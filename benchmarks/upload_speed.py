@@ -37,7 +37,7 @@ from ckptflow.localservers import start_seaweedfs
 from measure import Run, bring_into_cache, run, spread
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests/support"))
 
 OURS = ("ckptflow", "ckptflow size", "ckptflow full")
 PEERS = ("boto3", "rclone", "s5cmd", "aws")
@@ -50,7 +50,7 @@ PART_MIB, PARTS_AT_ONCE = 16, 8
 _MODEL = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(HERE.parent / "tests")!r})
+sys.path.insert(0, {str(HERE.parent / "tests/support")!r})
 from publishing import contents_of, write_model, write_record
 model = write_model(Path(sys.argv[1]), weight_bytes=(int(sys.argv[2]),) * int(sys.argv[3]))
 (model / "tokenizer/empty.txt").write_text("not empty")

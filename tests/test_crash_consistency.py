@@ -21,7 +21,7 @@ from checkpoints import write_fsdp_step
 from ckptflow.convert import convert
 from ckptflow.request import ConvertRequest
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 TWO_FILES = 50_000
 
 
@@ -48,7 +48,7 @@ def test_a_conversion_that_is_killed_at_any_change_of_a_file_is_made_whole_by_th
         *(sys.executable, "-m", "ckpt_chaos", "run", "--modes", mode, "--max-points", str(most_points)),
         *("--jobs", "2", "--timeout", "60", "--work", str(tmp_path / "chaos")),
         *("--fail-on", "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"),
-        *("--result-cmd", shlex.join([sys.executable, str(HERE / "directory_state.py"), "{out}"]), "--"),
+        *("--result-cmd", shlex.join([sys.executable, str(SUPPORT / "directory_state.py"), "{out}"]), "--"),
         *(*convert_command, "--max-shard-size", f"{TWO_FILES}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
@@ -67,7 +67,7 @@ def test_the_judge_sees_through_a_converter_that_renames_too_early(tmp_path: Pat
         "    open(f'{out}/part', 'w').write('weights'); os.replace(f'{out}/part', f'{out}/model')\n"
         "open(f'{out}/done', 'w').close()\n"
     )
-    state = shlex.join([sys.executable, str(HERE / "directory_state.py"), "{out}"])
+    state = shlex.join([sys.executable, str(SUPPORT / "directory_state.py"), "{out}"])
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--modes", "unsynced", "--work", str(tmp_path / "chaos")]
     command += ["--result-cmd", state, "--", sys.executable, str(bad), "{out}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

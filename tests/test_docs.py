@@ -315,7 +315,7 @@ def variables_of_the_code() -> set[str]:
 
 @cache
 def variables_of_the_tests() -> set[str]:
-    return variables_in(*(path for path in (ROOT / "tests").glob("*.py") if path != Path(__file__)))
+    return variables_in(*(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)))
 
 
 def assert_known_variable(name: str) -> None:

@@ -189,7 +189,7 @@ print(write_weight_file(file, root / "out").sha256)
 
 
 def test_a_fold_has_the_same_bytes_for_any_number_of_blas_threads(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FOLDING_RUN, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "ignore", "-c", FOLDING_RUN, str(tmp_path), str(Path(__file__).parent / "support")]
     hashes = {
         subprocess.run(
             command, env={**os.environ, "OPENBLAS_NUM_THREADS": count}, capture_output=True, check=True, text=True

@@ -222,7 +222,7 @@ write_weight_file(file, root / "killed.safetensors", EngineOptions(memory_budget
 
 
 def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_one_works(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(Path(__file__).parent / "support")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(3):
@@ -236,7 +236,7 @@ def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_one_works
 
 
 def test_ctrl_c_ends_a_run_that_waits_for_its_threads(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(Path(__file__).parent / "support")]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -209,7 +209,7 @@ def test_a_password_in_an_address_is_refused_before_it_reaches_the_server(
 ) -> None:
     case = parameters(tmp_path, "s3://bucket/models")
     case["destinations"][0][field] = value
-    command = [sys.executable, str(Path(__file__).with_name("flow_process.py"))]
+    command = [sys.executable, str(Path(__file__).parent / "support" / "flow_process.py")]
     done = subprocess.run(
         command,
         input=json.dumps({"cases": [{"parameters": case}]}),

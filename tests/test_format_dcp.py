@@ -113,7 +113,7 @@ def test_many_files_per_rank_are_joined_and_strays_listed(tmp_path: Path) -> Non
 
 def test_shards_of_two_ranks_are_placed_by_their_offsets(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint-3"
-    command = [sys.executable, str(Path(__file__).with_name("dcp_two_ranks.py"))]
+    command = [sys.executable, str(Path(__file__).parent / "support" / "dcp_two_ranks.py")]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(out)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -17,8 +17,9 @@ import pytest
 
 from ckptflow.errors import PermanentPublishError, UsageError, VerificationError
 from ckptflow.publish import MARKER_NAME, PublishSettings, open_target, read_local_model
+from ckptflow.publish.digests import digest_object, digest_part
 from ckptflow.publish.model import parse_marker, publish_order
-from ckptflow.publish.parts import MAX_PARTS, MIB, PartPlan, digest_object, digest_part, plan_parts
+from ckptflow.publish.parts import MAX_PARTS, MIB, PartPlan, plan_parts
 from ckptflow.publish.slots import PartSlots, work_in_slots
 from ckptflow.publish.verdicts import parse_retry_after
 from publishing import contents_of, write_model, write_record

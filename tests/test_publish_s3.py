@@ -15,7 +15,8 @@ from boto3.s3.transfer import TransferConfig
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError
 from ckptflow.publish import MARKER_NAME, PublishSettings, upload
-from ckptflow.publish.parts import digest_part, plan_parts
+from ckptflow.publish.digests import digest_part
+from ckptflow.publish.parts import plan_parts
 from publishing import MIB, Bucket, contents_of, running_bucket, write_model
 from servers.proxy import DROP, Answer, Request
 from servers.seaweed import ACCESS_KEY, SECRET_KEY, S3Server, running_seaweed

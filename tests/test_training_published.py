@@ -22,7 +22,7 @@ from watchlab import DEPLOYMENTS, Lab, running_lab, step_of, wait_until
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 SAVED = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -54,7 +54,7 @@ def without_forward_pass(path: Path) -> Path:
 
 def start_loop(lab: Lab, loop: str, model_dir: Path) -> subprocess.Popen[bytes]:
     places = (str(lab.runs_dir / loop), str(model_dir))
-    return lab.start(f"loop-{loop}", "callback_training", loop, *places, PYTHONPATH=str(HERE))
+    return lab.start(f"loop-{loop}", "callback_training", loop, *places, PYTHONPATH=str(SUPPORT))
 
 
 @pytest.mark.parametrize("loop", LOOPS)

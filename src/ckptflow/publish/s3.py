@@ -13,23 +13,16 @@ from typing import TYPE_CHECKING
 from botocore.exceptions import ClientError
 
 from ckptflow.errors import TransientPublishError, UsageError
+from ckptflow.publish.digests import DigestName, ObjectDigest, PartDigest, digest_file, digest_object, digest_part
 from ckptflow.publish.model import LocalFile, LocalModel
-from ckptflow.publish.parts import (
-    DigestName,
-    ObjectDigest,
-    PartDigest,
-    PartPlan,
-    digest_object,
-    digest_part,
-    plan_parts,
-)
+from ckptflow.publish.parts import PartPlan, plan_parts
 from ckptflow.publish.s3_client import S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.s3_multipart import MultipartSender, UploadGoneError, abort_upload, object_metadata
 from ckptflow.publish.s3_proof import S3Prover
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.slots import PartSlots
-from ckptflow.publish.source import check_sha256, digest_file, open_source, read_part
+from ckptflow.publish.source import check_sha256, open_source, read_part
 from ckptflow.publish.targets import Progress
 
 if TYPE_CHECKING:

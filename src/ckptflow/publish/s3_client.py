@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import Session, get_session
 
 from ckptflow.errors import PermanentPublishError, PublishError, TransientPublishError
-from ckptflow.publish.parts import DigestName, PartDigest, digest_part
+from ckptflow.publish.digests import DigestName, PartDigest, digest_part
 from ckptflow.publish.s3_errors import error_code, is_checksum_refusal, is_condition_refusal, judge
 from ckptflow.publish.settings import PublishSettings, check_endpoint
 from ckptflow.publish.verdicts import delay_seconds
@@ -216,7 +216,7 @@ def _client_in_style(session: Session, settings: PublishSettings, style: _Style)
     config = Config(
         s3={
             "addressing_style": style,
-            # A body's SHA-256 (or MD5) is in a header of its own, which is signed: no need to hash it once more.
+            # A body's checksum is in a header of its own, which is signed: no need to hash the body once more.
             "payload_signing_enabled": False,
         },
         connect_timeout=settings.connect_timeout_seconds,

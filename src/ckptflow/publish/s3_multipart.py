@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 from botocore.exceptions import ClientError
 
 from ckptflow.errors import VerificationError
+from ckptflow.publish.digests import ObjectDigest, PartDigest, digest_object, digest_part
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import ObjectDigest, PartDigest, PartPlan, digest_object, digest_part
+from ckptflow.publish.parts import PartPlan
 from ckptflow.publish.s3_client import CHECKSUM_FIELDS, CHECKSUMS, S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.slots import PartSlots, work_in_slots

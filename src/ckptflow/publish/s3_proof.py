@@ -13,8 +13,9 @@ from botocore.exceptions import ClientError, ResponseStreamingError
 
 from ckptflow.errors import TransientPublishError
 from ckptflow.pools import windowed
+from ckptflow.publish.digests import DigestName, ObjectDigest
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import MAX_PART_BYTES, DigestName, ObjectDigest, PartPlan, plan_parts
+from ckptflow.publish.parts import MAX_PART_BYTES, PartPlan, plan_parts
 from ckptflow.publish.s3_client import CHECKSUM_FIELDS, CHECKSUMS, S3Caller
 from ckptflow.publish.s3_errors import error_code
 from ckptflow.publish.settings import MIB, VerifyMode

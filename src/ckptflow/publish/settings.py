@@ -31,8 +31,9 @@ class PublishSettings:
             the Hub ``HF_ENDPOINT``, then huggingface.co.
         region: S3 region; None takes the environment or the AWS profile.
         path_style: bucket in the path instead of the host name; None chooses it for endpoints that are not AWS.
-        checksum_mode: ``when_supported`` sends a SHA-256 with each part, ``when_required`` a Content-MD5, for
-            servers that don't know the newer headers; None takes ``AWS_REQUEST_CHECKSUM_CALCULATION``, then the first.
+        checksum_mode: ``when_supported`` sends a CRC-64/NVME with each part, or a SHA-256 to a server that doesn't
+            know that; ``when_required`` a Content-MD5, for servers that know neither; None takes
+            ``AWS_REQUEST_CHECKSUM_CALCULATION``, then the first.
         part_size_bytes: wanted size of a part; it is raised where a file would need more than 10,000 parts.
         max_concurrency: parts in flight at once.
         memory_budget_bytes: bound on part bytes in memory; large parts lower the concurrency.

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from hashlib import sha256
 
 from ckptflow.errors import VerificationError
-from ckptflow.pools import windowed
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import DigestName, ObjectDigest, PartPlan, digest_object, digest_part
+from ckptflow.publish.parts import PartPlan
 
 
 @contextmanager
@@ -60,28 +56,6 @@ def read_part_into(memory: bytearray, fd: int, file: LocalFile, plan: PartPlan, 
         if not count:
             raise not_as_recorded(file, f"{offset} bytes", expected=f"{file.bytes} bytes")
         offset, rest = offset + count, rest[count:]
-
-
-def digest_file(
-    pool: Executor, file: LocalFile, plan: PartPlan, window: int, names: Collection[DigestName]
-) -> ObjectDigest:
-    """Digests of a local file as an object of these parts: its sha256, and those of each part that are named.
-
-    Raises:
-        VerificationError: the content is not what the record says.
-    """
-    whole = sha256()
-
-    def parts(fd: int) -> Iterator[bytes]:
-        for number in range(1, plan.count + 1):
-            content = read_part(fd, file, plan, number)
-            whole.update(content)
-            yield content
-
-    with open_source(file) as fd:
-        digests = list(windowed(pool, partial(digest_part, names=names), parts(fd), window))
-    check_sha256(file, whole.hexdigest())
-    return digest_object(file.sha256, digests)
 
 
 def check_sha256(file: LocalFile, found: str) -> None:

@@ -12,17 +12,10 @@ from typing import Literal
 from ckptflow.engine.inorder import InOrder
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import PublishError, TransientPublishError, UsageError
+from ckptflow.publish.digests import DigestName, ObjectDigest, PartDigest, digest_object, digest_part
 from ckptflow.publish.fileprogress import FileProgress
 from ckptflow.publish.model import LocalFile
-from ckptflow.publish.parts import (
-    DigestName,
-    ObjectDigest,
-    PartDigest,
-    PartPlan,
-    digest_object,
-    digest_part,
-    plan_parts,
-)
+from ckptflow.publish.parts import PartPlan, plan_parts
 from ckptflow.publish.s3 import S3Target
 from ckptflow.publish.s3_multipart import (
     MultipartSender,

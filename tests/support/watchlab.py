@@ -22,7 +22,7 @@ from ckptflow.formats.registry import global_step_of
 from serverapi import ask_server
 from servers.prefect_database import put_migrated_database
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = ROOT / "deployments" / "prefect.yaml"
 POST_TRAINING = "post-training"
 # Nothing here takes long; a machine that is busy with other things does.
