@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from interleave import interleaved, print_ratios, print_table, remove
+from interleave import interleaved, merge_parser, print_ratios, print_table, remove
 
 HERE = Path(__file__).parent
 ROWS = ("ckptflow", "dcp_to_torch_save")
@@ -41,14 +41,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="bytes of the fp32 weights, in 1e9")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cache", choices=("cold", "warm", "both"), default="warm")
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--directory", default="/tmp/ckptflow-benchmark", help="where inputs and outputs go")
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoint for the next time")
+    parser = merge_parser(__doc__ or "", ROWS, gigabytes=2.0, cache="warm")
     return parser.parse_args()
 
 

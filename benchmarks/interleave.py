@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -42,6 +43,19 @@ def interleaved(
             print(f"{cache} round {number + 1} {row}: {last.wall_seconds:.2f} s", file=sys.stderr)
     remove(work / "out")
     return runs
+
+
+def merge_parser(doc: str, rows: Sequence[str], *, gigabytes: float, cache: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks of a merge have; ``gigabytes`` and ``cache`` are their defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=gigabytes, help="bytes of the fp32 weights, in 1e9")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", choices=("cold", "warm", "both"), default=cache)
+    parser.add_argument("--only", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--directory", default="/tmp/ckptflow-benchmark", help="where inputs and outputs go")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint for the next time")
+    return parser
 
 
 def remove(path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 import time
 import urllib.request
 from collections import Counter
@@ -24,6 +23,7 @@ from safetensors.numpy import save_file
 
 import documentation
 from checkpoints import write_fsdp_step
+from servers.loopback import serving
 from trainer_steps import make_old
 from watchlab import Lab, kill, kill_alone, kill_flows, moment, running_lab, step_of, wait_until
 
@@ -49,11 +49,8 @@ class Hook(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def hook_url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    server.server_close()
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
 
 
 @pytest.fixture(scope="module")

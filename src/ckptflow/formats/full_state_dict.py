@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptflow.errors import CheckpointError
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir
 from ckptflow.formats.deepspeed_files import is_state_file
@@ -13,8 +12,7 @@ from ckptflow.formats.files import list_names
 from ckptflow.formats.nested_state_dict import choose_key, open_mapping, read_state_dict
 from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
 from ckptflow.formats.rank_files import OTHER_RANK_FILE, RANK_FILE
-from ckptflow.formats.torch_tensors import refuse_placeholders
-from ckptflow.formats.verdicts import refused
+from ckptflow.formats.verdicts import check_whole_file
 from ckptflow.formats.weight_sets import NOT_WEIGHTS, left_out_files
 from ckptflow.manifest import CheckpointManifest, LeftOut
 from ckptflow.transforms.prefix import share_first_part
@@ -49,12 +47,7 @@ class FullStateDict:
 
     def check(self, location: Location) -> Completeness:
         """See ``Format.check``: there is no marker, so it is complete if the file is whole."""
-        try:
-            manifest = self.read(location, ReadOptions())
-            refuse_placeholders(manifest.tensors, location.path)
-        except CheckpointError as error:
-            return refused(error, location.path)
-        return Completeness(state="complete", reason=f"the file is whole and holds {len(manifest.tensors)} tensors")
+        return check_whole_file(self, location)
 
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """See ``Format.read``."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptflow.errors import CheckpointError, UnsupportedCheckpointError
+from ckptflow.errors import UnsupportedCheckpointError
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir
 from ckptflow.formats.files import list_names
 from ckptflow.formats.nested_state_dict import open_mapping, read_state_dict
-from ckptflow.formats.torch_tensors import refuse_placeholders
-from ckptflow.formats.verdicts import refused
+from ckptflow.formats.verdicts import check_whole_file
 from ckptflow.manifest import CheckpointManifest
 
 SUFFIX = ".ckpt"
@@ -47,12 +46,7 @@ class LightningCheckpoint:
 
     def check(self, location: Location) -> Completeness:
         """See ``Format.check``: Lightning writes the file in one go, so it is complete if it is whole."""
-        try:
-            manifest = self.read(location, ReadOptions())
-            refuse_placeholders(manifest.tensors, location.path)
-        except CheckpointError as error:
-            return refused(error, location.path)
-        return Completeness(state="complete", reason=f"the file is whole and holds {len(manifest.tensors)} tensors")
+        return check_whole_file(self, location)
 
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """See ``Format.read``. Names keep the module's attribute; ``wrapped`` says so."""

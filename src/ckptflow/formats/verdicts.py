@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, IncompleteCheckpointError
-from ckptflow.formats.base import Completeness
+from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
+from ckptflow.formats.torch_tensors import refuse_placeholders
 
 # A file that changed this lately says that the writer may still be at work.
 YOUNG_SECONDS = 120
@@ -29,3 +30,13 @@ def newest_mtime(path: Path) -> float:
     except OSError:
         return newest
     return newest
+
+
+def check_whole_file(reader: Format, location: Location) -> Completeness:
+    """``Format.check`` of a layout of one file without a marker: it is complete if all of it can be read."""
+    try:
+        manifest = reader.read(location, ReadOptions())
+        refuse_placeholders(manifest.tensors, location.path)
+    except CheckpointError as error:
+        return refused(error, location.path)
+    return Completeness(state="complete", reason=f"the file is whole and holds {len(manifest.tensors)} tensors")

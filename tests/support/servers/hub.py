@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from servers.hubcalls import Call, HubError, Reply
 from servers.hubrepo import Repo
 from servers.hubroutes import ROUTES
+from servers.loopback import serving
 
 TOKEN = "hf_testTokenThatMustNotBeSeen0001"
 READ_TOKEN = "hf_testTokenThatMayOnlyRead000002"
@@ -96,14 +97,8 @@ def running_hub(directory: Path) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from ckptflow.localservers import TlsFiles
+from servers.loopback import serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +99,8 @@ def running_proxy(server_url: str, tls: TlsFiles | None = None) -> Iterator[Prox
         # The handshake is for the connection's own thread, or one client could hold up all.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     proxy.endpoint_url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield proxy
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
