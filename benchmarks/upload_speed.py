@@ -1,7 +1,7 @@
 """Speed, CPU and memory of ``ckptflow upload`` to one real S3 server, against the tools that people use for it.
 
 Whole processes from the command line, in one interleaved loop whose order turns by one each round, each to a prefix
-of its own that is deleted afterwards:
+of its own that is deleted afterwards, and a server of its own for each round, since what is deleted stays on its disk:
 
 - ``ckptflow``: sends, proves each file and the whole, puts the marker last; the others end when the server says yes;
 - ``ckptflow size``: with ``--verify size``, which asks for sizes only; the difference is what the proof costs;
@@ -168,30 +168,32 @@ def _measure(arguments: argparse.Namespace, rows: list[str], work: Path, model: 
     from servers.tls import self_signed
 
     tls = self_signed(work) if arguments.tls else None
-    running = start_seaweedfs(work / "server", access_key=ACCESS_KEY, secret_key=SECRET_KEY, tls=tls)
-    try:
-        server = S3Server(endpoint_url=running.endpoint_url, ca_path=None if tls is None else tls.certificate_path)
-        os.environ.update(server.environment())
-        if server.ca_path is not None:
-            os.environ["SSL_CERT_FILE"] = str(server.ca_path)
-        client = server.client()
-        client.create_bucket(Bucket=BUCKET)
-        (work / "aws.ini").write_text(_AWS)
-        bench = Bench(
-            model=model,
-            endpoint_url=server.endpoint_url,
-            is_equal=arguments.settings == "equal",
-            aws_config=work / "aws.ini",
-        )
-        samples: dict[str, list[Sample]] = {row: [] for row in rows}
-        for number in range(arguments.rounds):
+    (work / "aws.ini").write_text(_AWS)
+    samples: dict[str, list[Sample]] = {row: [] for row in rows}
+    for number in range(arguments.rounds):
+        shutil.rmtree(work / "server", ignore_errors=True)
+        running = start_seaweedfs(work / "server", access_key=ACCESS_KEY, secret_key=SECRET_KEY, tls=tls)
+        try:
+            server = S3Server(endpoint_url=running.endpoint_url, ca_path=None if tls is None else tls.certificate_path)
+            os.environ.update(server.environment())
+            if server.ca_path is not None:
+                os.environ["SSL_CERT_FILE"] = str(server.ca_path)
+            client = server.client()
+            client.create_bucket(Bucket=BUCKET)
+            bench = Bench(
+                model=model,
+                endpoint_url=server.endpoint_url,
+                is_equal=arguments.settings == "equal",
+                aws_config=work / "aws.ini",
+            )
             turn = number % len(rows)
             for row in rows[turn:] + rows[:turn]:
-                samples[row].append(_sample(bench, row, f"{row.replace(' ', '-')}-{number}", running.pid, work / "log"))
-                _check_and_delete(client, f"{row.replace(' ', '-')}-{number}", model)
-        return samples
-    finally:
-        running.stop()
+                prefix = row.replace(" ", "-")
+                samples[row].append(_sample(bench, row, prefix, running.pid, work / "log"))
+                _check_and_delete(client, prefix, model)
+        finally:
+            running.stop()
+    return samples
 
 
 def _sample(bench: Bench, row: str, prefix: str, server_pid: int, log: Path) -> Sample:
@@ -223,15 +225,17 @@ def _check_and_delete(client: object, prefix: str, model: Path) -> None:
 def _print_table(samples: dict[str, list[Sample]], arguments: argparse.Namespace) -> None:
     total_mib = arguments.files * arguments.megabytes
     speeds = {row: [total_mib / each.client.wall_seconds for each in results] for row, results in samples.items()}
-    fastest = max((statistics.median(speeds[row]) for row in speeds if row in PEERS), default=0.0)
+    peers = [row for row in speeds if row in PEERS]
+    fastest = max(peers, key=lambda row: statistics.median(speeds[row]), default=next(iter(speeds)))
     print(f"\n{arguments.files} files of {arguments.megabytes:g} MiB, {'TLS' if arguments.tls else 'no TLS'}, ", end="")
-    print(f"{arguments.settings} settings, {arguments.rounds} rounds, {os.cpu_count()} cores; median [min..max]\n")
-    print("| client | MiB/s | to the fastest peer | CPU s | server's CPU s | peak MiB | cores busy with all else |")
+    print(f"{arguments.settings} settings, {arguments.rounds} rounds, {os.cpu_count()} cores; median [min..max];")
+    print(f"ratios are those of each round to {fastest}\n")
+    print(f"| client | MiB/s | x {fastest} | CPU s | server's CPU s | peak MiB | cores busy with all else |")
     print("|---|---|---|---|---|---|---|")
     for row, results in sorted(samples.items(), key=lambda item: -statistics.median(speeds[item[0]])):
         cells = [
             spread(speeds[row], 0),
-            f"{statistics.median(speeds[row]) / fastest:.2f}" if fastest else "",
+            spread([ours / theirs for ours, theirs in zip(speeds[row], speeds[fastest], strict=True)]),
             spread([each.client_seconds for each in results]),
             spread([each.server_seconds for each in results], 1),
             f"{max(each.client.peak_bytes for each in results) / MIB:.0f}",

@@ -39,12 +39,12 @@ class S3Target:
     """A prefix of a bucket as a destination.
 
     Objects appear whole by S3's own rules. Each carries its sha256 as metadata. A killed run leaves finished objects
-    and at most two open multipart uploads, which the next run goes on with; other open uploads of a file that is
+    and at most three open multipart uploads, which the next run goes on with; other open uploads of a file that is
     finished are aborted.
     """
 
-    #: While the last parts of one file are on their way, and while it is proven, the next one's are sent.
-    large_files_at_once = 2
+    #: While one is completed and proven, and the last parts of the next are on their way, the third one's are sent.
+    large_files_at_once = 3
 
     def __init__(self, uri: str, settings: PublishSettings) -> None:
         self._uri = uri
