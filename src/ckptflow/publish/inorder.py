@@ -31,7 +31,7 @@ def send_in_order(
     """All files by ranks; of one rank, small ones several at once, large ones as many as the target takes.
 
     A large file has parts that go at once; a small one is mostly waiting for answers. After a failure, files before the
-    one that failed are finished, those after it are not.
+    one that failed are finished, those after it are not: no part of them is read any more once it is known.
 
     Args:
         files: in the order of sending.

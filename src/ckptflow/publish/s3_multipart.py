@@ -170,14 +170,14 @@ class MultipartSender:
         Raises:
             UploadGoneError: somebody else completed or aborted the upload.
         """
-        whole = digest_object(self.file.sha256, [part for part, _ in sent])
 
         def action(client: S3Client) -> bool:
             parts: list[CompletedPartTypeDef] = []
             for number, (digest, etag) in enumerate(sent, start=1):
                 part: CompletedPartTypeDef = {"PartNumber": number, "ETag": etag}
-                if self.caller.checksum == "SHA256" and "SHA256" in digest.digests:
-                    part["ChecksumSHA256"] = digest.text("SHA256") or ""
+                name = self.caller.checksum
+                if name is not None and name in digest.digests:
+                    part[CHECKSUM_FIELDS[name]] = digest.text(name)  # type: ignore[literal-required]
                 parts.append(part)
             request: CompleteMultipartUploadRequestTypeDef = {
                 "Bucket": self.bucket,
@@ -185,9 +185,6 @@ class MultipartSender:
                 "UploadId": upload.upload_id,
                 "MultipartUpload": {"Parts": parts},
             }
-            if self.caller.checksum == "CRC64NVME" and "CRC64NVME" in whole.digests:
-                # A server that reads it makes no object whose bytes are not these.
-                request["ChecksumCRC64NVME"], request["ChecksumType"] = whole.digests["CRC64NVME"], "FULL_OBJECT"
             if self.caller.is_conditional:
                 request["IfNoneMatch"] = "*"
             try:
