@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -30,12 +29,13 @@ def send_in_order(
 ) -> list[_T]:
     """All files by ranks; of one rank, small ones several at once, large ones as many as the target takes.
 
-    A large file has parts that go at once; a small one is mostly waiting for answers. After a failure, files before the
-    one that failed are finished, those after it are not: no part of them is read any more once it is known.
+    A large file has parts that go at once, and begins when the one before it has begun to read; a small one is mostly
+    waiting for answers. After a failure, files before the one that failed are finished, those after it are not: no part
+    of them is read any more once it is known.
 
     Args:
         files: in the order of sending.
-        send: sends one file.
+        send: sends one file; asks whether to go on before it reads anything.
         first: the first that is really sent. It goes alone if it is small: a store that refuses it would refuse the
             others as well.
         large_at_once: large files at once.
@@ -46,11 +46,22 @@ def send_in_order(
     results: list[_T] = []
     halt = _Halt()
     pool = ThreadPoolExecutor(max(_SMALL_AT_ONCE, large_at_once), thread_name_prefix="ckptflow-file")
+    begun = [threading.Event() for _ in files]
 
     def send_placed(item: tuple[int, LocalFile]) -> _T:
         place, file = item
+
+        def go_on() -> None:
+            begun[place].set()
+            halt.check(place)
+
         with halt.after_failure_of(place):
-            return send(file, partial(halt.check, place))
+            try:
+                if place and file.bytes > _SMALL_BYTES:
+                    begun[place - 1].wait()  # or a later one could be sent whole before an earlier one that fails
+                return send(file, go_on)
+            finally:
+                begun[place].set()
 
     def group(item: tuple[int, LocalFile]) -> tuple[int, bool, bool]:
         file = item[1]

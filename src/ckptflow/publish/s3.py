@@ -142,6 +142,7 @@ class S3Target:
             abort_upload(self._caller, self._bucket, key, upload_id)
 
     def _put_whole(self, file: LocalFile, plan: PartPlan, progress: Progress) -> bool:
+        progress(0)  # raises where the file is not to be sent after all
         with open_source(file) as fd:
             content = read_part(fd, file, plan, 1)
         check_sha256(file, sha256(content).hexdigest())
