@@ -20,8 +20,8 @@ from ckptflow.publish.model import LocalFile
 from ckptflow.publish.parts import PartPlan
 from ckptflow.publish.source import check_sha256, open_source, read_part
 
-#: How the content of a part or an object is told apart from any other, best first: the checksums that S3 computes of
-#: what it is sent, if asked to, and the MD5 that most servers make an ETag of.
+#: By what the content of a part or an object is told apart from others: the checksums that S3 makes of what it is sent,
+#: if asked to, and the MD5 that most servers make an ETag of.
 DigestName = Literal["CRC64NVME", "SHA256", "MD5"]
 
 
@@ -37,9 +37,9 @@ class PartDigest:
         """The part's ETag where the server derives it from the MD5; None where that was not made."""
         return self.digests["MD5"].hex() if "MD5" in self.digests else None
 
-    def text(self, name: DigestName) -> str | None:
-        """A digest as the headers of S3 have it: base64; None where it was not made."""
-        return base64.b64encode(self.digests[name]).decode() if name in self.digests else None
+    def text(self, name: DigestName) -> str:
+        """A digest that was made, as the headers of S3 have it: base64."""
+        return base64.b64encode(self.digests[name]).decode()
 
 
 def digest_part(content: bytes | bytearray, names: Iterable[DigestName]) -> PartDigest:

@@ -29,7 +29,7 @@ _WITH_CHECKSUM = frozenset(
     {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload", "HeadObject"}
 )
 
-#: What a server is asked to check, best first. Not all know the first, which costs the least by far.
+#: What a server is asked to check, in the order of trying: the first costs the least by far, and not all know it.
 CHECKSUMS: tuple[DigestName, ...] = ("CRC64NVME", "SHA256")
 #: Names in requests and answers, of parts and of objects.
 CHECKSUM_FIELDS: Mapping[DigestName, str] = {
@@ -77,8 +77,9 @@ class S3Caller:
     @property
     def digest_names(self) -> frozenset[DigestName]:
         """What is made of each part: the checksum, and the MD5 where files are proven by their ETags."""
-        names = {self.checksum or "MD5"} if self.gives_checksums else {self.checksum or "MD5", "MD5"}
-        return frozenset(names)
+        if self.checksum is None:
+            return frozenset({"MD5"})
+        return frozenset({self.checksum} if self.gives_checksums else {self.checksum, "MD5"})
 
     def checksum_of(self, content: bytes | bytearray, digest: PartDigest) -> dict[str, str]:
         """The argument of a request that makes the server check the bytes that it gets.
@@ -88,7 +89,8 @@ class S3Caller:
             digest: of these bytes; made anew where the server asked for another one meanwhile.
         """
         name: DigestName = self.checksum or "MD5"
-        return {CHECKSUM_FIELDS[name]: digest.text(name) or digest_part(content, [name]).text(name) or ""}
+        made = digest if name in digest.digests else digest_part(content, [name])
+        return {CHECKSUM_FIELDS[name]: made.text(name)}
 
     def close(self) -> None:
         """Close the connections; a request that is on its way is not tried again."""
