@@ -13,13 +13,12 @@ import pytest
 from ckptflow.errors import CkptflowError, OutputError, PermanentPublishError, PublishError, VerificationError
 from ckptflow.publish import MARKER_NAME, PublishRecord, PublishSettings, read_local_model, upload
 from ckptflow.publish.model import publish_rank
-from publishing import MIB, Bucket, Directory, HubRepo, Store, contents_of, outcomes, write_model, write_record
+from publishing import FAST, MIB, Bucket, Directory, HubRepo, Store, contents_of, outcomes, write_model, write_record
 from servers.hub import running_hub
 from servers.proxy import running_proxy
 from servers.seaweed import S3Server
 from watched_uploads import Reader, kill_after, start_child
 
-FAST = PublishSettings(part_size_bytes=8 * MIB, max_attempts=3, backoff_seconds=0.01)
 LARGE = (20 * MIB, 17 * MIB + 3, 5 * MIB)
 
 

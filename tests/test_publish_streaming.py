@@ -8,7 +8,6 @@ import random
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,9 +29,9 @@ from ckptflow.publish.parts import MIB, PartPlan
 from ckptflow.publish.streaming import claim_stream, prepare_stream, prove_stream, publish_stream, stream, stream_file
 from ckptflow.publish.streaming.parts import PartStream, fit_parts
 from ckptflow.validate.stored import ForwardOptions
-from publishing import Bucket, contents_of, running_bucket
+from publishing import Bucket, contents_of
 from servers.proxy import DROP, Answer, Request
-from servers.seaweed import S3Server, running_seaweed
+from servers.seaweed import running_seaweed
 from servers.tls import self_signed
 from streaming import SETTINGS, request_for, start_streaming, streaming_to, write_checkpoint
 
@@ -50,12 +49,6 @@ def local(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("local") / "model"
     convert(request_for(checkpoint, out))
     return out
-
-
-@pytest.fixture
-def bucket(s3_server: S3Server, s3_bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    with running_bucket(s3_server, s3_bucket_name, monkeypatch) as running:
-        yield running
 
 
 def sent_twice(bucket: Bucket) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckptflow.publish import MARKER_NAME, PublishRecord
+from ckptflow.publish import MARKER_NAME, PublishRecord, PublishSettings
 from servers.hub import Hub
 from servers.hubrepo import Repo
 from servers.proxy import Proxy, running_proxy
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 MIB = 1 << 20
+FAST = PublishSettings(part_size_bytes=8 * MIB, max_attempts=3, backoff_seconds=0.01, backoff_limit_seconds=0.05)
+WEIGHT = "model-00001-of-00001.safetensors"
+"""Of a model of one weight file."""
+
 _PIECE_BYTES = 128 * MIB
 
 
@@ -130,6 +134,13 @@ def running_bucket(server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch)
         client = server.client()
         yield Bucket(uri=f"s3://{name}/{random.randbytes(6).hex()}/step-10", client=client, proxy=proxy)
         client.close()
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, s3_bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A prefix of its own on the session's server."""
+    with running_bucket(s3_server, s3_bucket_name, monkeypatch) as running:
+        yield running
 
 
 @dataclass
