@@ -12,7 +12,8 @@ from ckptflow.plan import WeightFile
 from ckptflow.publish.model import LocalFile
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.streaming.state import StreamState
-from ckptflow.publish.streaming.target import Streamed, StreamTarget
+from ckptflow.publish.streaming.streamed import Streamed
+from ckptflow.publish.streaming.target import StreamTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

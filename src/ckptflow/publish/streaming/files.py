@@ -15,7 +15,8 @@ from ckptflow.plan import WeightFile
 from ckptflow.publish import refusals
 from ckptflow.publish.fileprogress import FileProgress
 from ckptflow.publish.streaming.base import Streaming
-from ckptflow.publish.streaming.target import Streamed, StreamTarget
+from ckptflow.publish.streaming.streamed import Streamed
+from ckptflow.publish.streaming.target import StreamTarget
 from ckptflow.publish.targets import Progress
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from ckptflow.publish import refusals
 from ckptflow.publish.model import LocalModel, parse_marker, publish_order
 from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.streaming.base import Streaming
-from ckptflow.publish.streaming.target import Streamed, StreamTarget
+from ckptflow.publish.streaming.streamed import Streamed
+from ckptflow.publish.streaming.target import StreamTarget
 from ckptflow.publish.targets import Progress
 from ckptflow.publish.upload import publish
 from ckptflow.validate.stored import ForwardOptions, verify_stored

@@ -9,7 +9,7 @@ from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError
 from ckptflow.jsonfiles import read_json_object, write_json
 from ckptflow.output.workspace import Workspace
-from ckptflow.publish.streaming.target import Memory, Streamed
+from ckptflow.publish.streaming.streamed import Memory, Streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
