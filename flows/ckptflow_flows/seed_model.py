@@ -36,7 +36,7 @@ class SeedModel(Section):
     max_shard_bytes: int = Field(
         5 * GB, gt=0, title="Largest weight file", description="Most bytes of tensors in one weight file."
     )
-    overwrite: bool = Field(False, title="Replace", description="Take the place of whatever the directory holds.")
+    overwrite: bool = Field(False, title="Replace", description="Take the place of a model or loose files there.")
     threads: int | None = Field(None, gt=0, title="Threads", description="Default: cores.")
 
     @field_validator("init_std")

@@ -14,6 +14,7 @@ from ckptflow.destinations import work_lock, work_path
 from ckptflow.formats.base import Location
 from ckptflow.jsonfiles import write_json
 from ckptflow.locks import is_held
+from ckptflow.output.record import read_record
 from ckptflow.publish.model import MARKER_NAME
 from ckptflow.validate.verify import VerifyOptions
 from ckptflow_flows.settings import Machine
@@ -78,7 +79,7 @@ class Workplace:
 
     def tidy(self, keep: bool) -> None:
         """Remove the model, unless it is kept, what is noted, and the directory above where it is empty then."""
-        if not keep and self.out.exists():
+        if not keep and read_record(self.out) is not None:  # without a record it is somebody else's directory
             shutil.rmtree(self.out)
         self._proof.unlink(missing_ok=True)
         self.lock.unlink()

@@ -57,7 +57,13 @@ class Conversion:
     @property
     def workspace(self) -> Workspace:
         """Where it works."""
-        return Workspace(out=Path(os.path.abspath(self.request.out)), fingerprint=self.fingerprint)
+        return Workspace(out=Path(os.path.realpath(self.request.out)), fingerprint=self.fingerprint)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Files and directories that it is made of."""
+        named = (self.location.path, self.manifest.config_dir, self.request.config_dir, self.request.base_model)
+        return [*filter(None, named), *(Path(file.path) for file in self.manifest.files)]
 
     @property
     def overwrite(self) -> bool:

@@ -25,6 +25,7 @@ from ckptflow.output.record import INDEX_SUFFIX, RECORD_NAME, conversion_record,
 from ckptflow.output.sidefiles import generation_notes, loading_notes
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan
+from ckptflow.replacing import check_replaceable
 from ckptflow.request import ConvertRequest
 
 Progress = Callable[[int], None]
@@ -46,6 +47,10 @@ class PlannedModel(Protocol):
         """Where it is made."""
 
     @property
+    def inputs(self) -> Sequence[Path]:
+        """Files and directories that it is made of."""
+
+    @property
     def overwrite(self) -> bool:
         """Whether it may replace something else."""
 
@@ -58,7 +63,8 @@ def claim(planned: PlannedModel) -> Iterator[dict[str, Any] | None]:
     (or Ctrl-C) finished files stay in the hidden workspace for the next run.
 
     Raises:
-        OutputError: OUT holds something else and ``overwrite`` was not asked, or the disk is too full.
+        OutputError: OUT holds something else, and ``overwrite`` was not asked or would cost more than a model; or the
+            disk is too full.
     """
     workspace = planned.workspace
     created_parents = _missing_parents(workspace.out.parent)
@@ -113,6 +119,7 @@ def _existing(planned: PlannedModel) -> dict[str, Any] | None:
             found="another model" if record else "files that ckptflow did not write",
             fix="choose another OUT, or replace it with --overwrite",
         )
+    check_replaceable(out, planned.inputs, record)
     return None
 
 

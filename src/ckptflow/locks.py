@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckptflow.errors import OutputError
 
+_OPEN_TRIES = 100
 _SHARE_TRIES = 50
 _SHARE_SECONDS = 0.01
 
@@ -128,14 +129,19 @@ def _lock(fd: int, on_wait: Callable[[], None] | None) -> None:
 
 
 def _open(path: Path) -> int:
+    tries = 0
     while True:
+        tries += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            continue  # the last holder removed the directory between the two calls
         except OSError as error:
-            raise OutputError("can't write here", file=path.parent, found=str(error)) from error
+            # The last holder removed the directory between the two calls; or, like /proc, it takes no files at all.
+            if isinstance(error, FileNotFoundError) and tries < _OPEN_TRIES:
+                continue
+            raise OutputError(
+                "can't write here", file=path.parent, found=error.strerror, fix="choose a directory elsewhere"
+            ) from error
 
 
 def _is_same_file(fd: int, path: Path) -> bool:

@@ -24,7 +24,7 @@ class ConvertRequest:
         adapter: fold LoRA into the base weights, or write it as a PEFT directory.
         lora_alpha: LoRA's alpha where the checkpoint does not tell it.
         allow_nonfinite: write NaN and Inf instead of refusing them.
-        overwrite: replace whatever ``out`` holds.
+        overwrite: replace the model, or the loose files, that ``out`` holds (``check_replaceable``).
         threads: worker threads; None for one per core.
         memory_budget_bytes: bound on the engine's buffers, in bytes.
         device: where to cast; ``auto`` takes the CPU unless a GPU is there and helps.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, print_json, progress_bar
-from ckptflow.cli.options import add_json, add_recipe, request_from
+from ckptflow.cli.options import add_json, add_recipe, local_path, request_from
 
 if TYPE_CHECKING:
     from ckptflow.conversion import Conversion
@@ -18,10 +17,12 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("convert", help="make a Hugging Face model directory out of a checkpoint")
-    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint, step directory or run directory")
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument("path", type=local_path, metavar="PATH", help="checkpoint, step directory or run directory")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="directory to make")
     add_recipe(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace whatever OUT holds")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the model, or the loose files, that OUT holds"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 

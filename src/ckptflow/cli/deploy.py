@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ckptflow.cli.console import print_json
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 from ckptflow.cli.watch import add_places, fill_places
 from ckptflow.errors import UsageError
 
@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_places(parser)
     parser.add_argument(
         "--file",
-        type=Path,
+        type=local_path,
         default=Path("deployments/prefect.yaml"),
         metavar="YAML",
         help="the deployments (%(default)s); deployments/NAME that is not here is the one that came with ckptflow",
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--runs-at-once", type=int, default=2, metavar="N", help="runs of post-training (2); 0: no limit"
     )
     parser.add_argument("--pool-type", metavar="TYPE", help="of new work pools (ckptflow)")
-    parser.add_argument("--job-template", type=Path, metavar="FILE", help="base job template of new work pools")
+    parser.add_argument("--job-template", type=local_path, metavar="FILE", help="base job template of new work pools")
     parser.add_argument(
         "--heartbeat-seconds",
         type=int,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from ckptflow.cli.console import print_json, print_table
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("detect", help="list the checkpoints under some directories and their state")
-    parser.add_argument("roots", type=Path, nargs="+", metavar="ROOT")
+    parser.add_argument("roots", type=local_path, nargs="+", metavar="ROOT")
     parser.add_argument("--settle", type=float, default=30.0, metavar="SECONDS", help="time without changes (30)")
     parser.add_argument(
         "--to", action="append", metavar="DEST", help="where to look for published models; all of them, if repeated"

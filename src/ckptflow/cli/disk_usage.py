@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, print_json, print_table
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 if TYPE_CHECKING:
     from ckptflow.diskusage import DiskUsage, Savings
@@ -20,7 +19,7 @@ SHOWN = 40
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("disk-usage", help="who fills the disk: by run, step and kind of file")
-    parser.add_argument("root", type=Path, metavar="ROOT")
+    parser.add_argument("root", type=local_path, metavar="ROOT")
     parser.add_argument("--shrink", action="store_true", help="also what `shrink` would free; reads metadata")
     parser.add_argument("--keep", type=int, metavar="N", help="also what `retain --keep N` would free (2 with --to)")
     parser.add_argument("--to", action="append", default=[], metavar="DEST", help="where the models are published")

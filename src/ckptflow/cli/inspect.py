@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from ckptflow.cli.console import format_bytes, print_json, print_table
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 SHOWN = 20
 
@@ -15,9 +14,9 @@ SHOWN = 20
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("inspect", help="say what a checkpoint holds, from its metadata alone")
-    parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("--config", type=Path, metavar="DIR")
-    parser.add_argument("--base-model", type=Path, metavar="DIR")
+    parser.add_argument("path", type=local_path, metavar="PATH")
+    parser.add_argument("--config", type=local_path, metavar="DIR")
+    parser.add_argument("--base-model", type=local_path, metavar="DIR")
     add_json(parser)
     parser.set_defaults(run=run)
 

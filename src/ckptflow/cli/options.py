@@ -35,9 +35,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         help="where to cast; the bytes are the same. auto (default): the CPU, but for 32 GB or more a free GPU",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="config.json and tokenizer, if the trainer left none"
+        "--config", type=local_path, metavar="DIR", help="config.json and tokenizer, if the trainer left none"
     )
-    parser.add_argument("--base-model", type=Path, metavar="DIR", help="base model of an adapter")
+    parser.add_argument("--base-model", type=local_path, metavar="DIR", help="base model of an adapter")
     parser.add_argument("--adapter", choices=("merge", "export"), help="fold LoRA in, or write a PEFT directory")
     parser.add_argument("--lora-alpha", type=float, metavar="X", help="where the checkpoint does not tell it")
     parser.add_argument("--allow-nonfinite", action="store_true", help="write NaN and Inf instead of refusing them")
@@ -61,6 +61,18 @@ def request_from(args: argparse.Namespace, path: Path, out: Path, overwrite: boo
         memory_budget_bytes=args.memory_budget,
         device=args.device,
     )
+
+
+def given(text: str) -> str:
+    """Not empty: that is mostly a shell variable that was not set, and as a path it would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; the working directory is .")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """A path of this machine."""
+    return Path(given(text))
 
 
 def positive(text: str) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, print_json, print_table
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 from ckptflow.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,13 +18,15 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("retain", help="delete old checkpoints whose models are proven to be published")
-    parser.add_argument("root", type=Path, metavar="ROOT", help="a run, or a directory that holds runs")
+    parser.add_argument("root", type=local_path, metavar="ROOT", help="a run, or a directory that holds runs")
     parser.add_argument("--keep", type=int, default=2, metavar="N", help="newest complete steps of each run (2)")
     parser.add_argument("--every", type=int, metavar="K", help="keep each global step that K divides")
     parser.add_argument("--best", type=int, metavar="N", help="keep the best N steps by a metric")
     parser.add_argument("--metric", metavar="NAME", help="such as eval_loss")
     parser.add_argument("--mode", choices=("min", "max"), help="whether a small or a large value is good")
-    parser.add_argument("--metric-file", type=Path, metavar="FILE", help="JSON or JSON lines with step and metric")
+    parser.add_argument(
+        "--metric-file", type=local_path, metavar="FILE", help="JSON or JSON lines with step and metric"
+    )
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB", help="step directories that stay")
     parser.add_argument(
         "--to", action="append", required=True, metavar="DEST", help="where the models are; once for each destination"

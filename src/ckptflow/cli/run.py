@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ckptflow.cli.console import print_json, print_table
-from ckptflow.cli.options import DESTINATION, add_json, add_recipe
+from ckptflow.cli.options import DESTINATION, add_json, add_recipe, local_path
 from ckptflow.errors import UsageError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("run", help="merge, prove and publish one checkpoint, or all complete ones of a run")
-    parser.add_argument("path", type=Path, metavar="PATH_OR_ROOT")
+    parser.add_argument("path", type=local_path, metavar="PATH_OR_ROOT")
     parser.add_argument("--to", required=True, action="append", metavar="DEST", help=f"{DESTINATION}; once for each")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where models are made before they are published")
+    parser.add_argument(
+        "--work-dir", type=local_path, metavar="DIR", help="where models are made before they are published"
+    )
     parser.add_argument("--keep-local", action="store_true", help="leave the model in the work directory")
     parser.add_argument("--no-local-copy", action="store_true", help="send to S3 while it is made, and prove it there")
     parser.add_argument("--no-forward", action="store_true", help="leave out the forward pass of the model")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, parse_bytes, print_json, progress_bar
-from ckptflow.cli.options import add_json, positive
+from ckptflow.cli.options import add_json, given, local_path, positive
 
 if TYPE_CHECKING:
     from ckptflow.convert import Progress
@@ -18,8 +17,10 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("seed-model", help="make a model directory with fresh weights out of a config")
-    parser.add_argument("config", metavar="CONFIG", help="directory, config.json, or ORG/NAME[@REVISION] on the Hub")
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument(
+        "config", type=given, metavar="CONFIG", help="directory, config.json, or ORG/NAME[@REVISION] on the Hub"
+    )
+    parser.add_argument("out", type=local_path, metavar="OUT", help="directory to make")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
         "--init-std",
@@ -31,7 +32,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max-shard-size", type=parse_bytes, default=parse_bytes("5GB"), metavar="SIZE")
     parser.add_argument("--threads", type=positive, default=None, metavar="N", help="default: one per core")
     parser.add_argument("--memory-budget", type=parse_bytes, default=parse_bytes("512MB"), metavar="SIZE")
-    parser.add_argument("--overwrite", action="store_true", help="replace whatever OUT holds")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the model, or the loose files, that OUT holds"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 

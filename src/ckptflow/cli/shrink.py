@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, print_json, progress_bar
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 if TYPE_CHECKING:
     from ckptflow.shrink import ShrinkReport
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("shrink", help="drop the bytes of torch files that no tensor uses, in place")
-    parser.add_argument("path", type=Path, metavar="PATH", help="file or directory")
+    parser.add_argument("path", type=local_path, metavar="PATH", help="file or directory")
     parser.add_argument(
         "--pattern",
         action="append",

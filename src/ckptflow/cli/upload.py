@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
 from ckptflow.cli.console import format_bytes, print_json, progress_bar
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 DESTINATIONS = (
     "file:///DIR, s3://BUCKET/PREFIX, or hf://ORG/NAME on the Hub: hf://ORG/NAME@BRANCH makes the branch if need be, "
@@ -19,7 +18,7 @@ ENDPOINTS = "S3 server that isn't AWS, or another Hub; or set AWS_ENDPOINT_URL o
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("upload", help="publish a model directory, whole or not at all")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("out", type=local_path, metavar="OUT")
     parser.add_argument("destination", metavar="DEST", help=DESTINATIONS)
     parser.add_argument("--overwrite", action="store_true", help="replace another model at DEST")
     parser.add_argument("--endpoint-url", metavar="URL", help=ENDPOINTS)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ckptflow.cli.console import parse_bytes, print_json, print_table
-from ckptflow.cli.options import add_json
+from ckptflow.cli.options import add_json, local_path
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("verify", help="prove that a model directory is whole, and is the trained model")
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--against", type=Path, metavar="PATH_OR_HF_DIR", help="checkpoint or model to compare with")
+    parser.add_argument("out", type=local_path, metavar="OUT")
+    parser.add_argument(
+        "--against", type=local_path, metavar="PATH_OR_HF_DIR", help="checkpoint or model to compare with"
+    )
     parser.add_argument("--forward", action="store_true", help="load it with transformers and run it")
-    parser.add_argument("--config", type=Path, metavar="DIR", help="as for convert, if the trainer left none")
-    parser.add_argument("--base-model", type=Path, metavar="DIR", help="as for convert, of an adapter")
+    parser.add_argument("--config", type=local_path, metavar="DIR", help="as for convert, if the trainer left none")
+    parser.add_argument("--base-model", type=local_path, metavar="DIR", help="as for convert, of an adapter")
     parser.add_argument("--memory-budget", type=parse_bytes, default=parse_bytes("256MB"), metavar="SIZE")
     parser.add_argument("--forward-memory", type=parse_bytes, metavar="SIZE", help="default: half of what is free")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for loading and running (600)")

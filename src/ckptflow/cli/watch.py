@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from ckptflow.cli.options import DESTINATION, add_recipe
+from ckptflow.cli.options import DESTINATION, add_recipe, local_path
 from ckptflow.errors import UsageError
 
 ROOTS_ENV, DESTINATION_ENV = "CKPTFLOW_ROOTS", "CKPTFLOW_DESTINATION"
@@ -39,10 +39,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--deployment", default="post-training/post-training", metavar="FLOW/NAME", help="which deployment is started"
     )
     parser.add_argument(
-        "--alive-file", type=Path, metavar="FILE", help="touched after each look, for health checks by its age"
+        "--alive-file", type=local_path, metavar="FILE", help="touched after each look, for health checks by its age"
     )
     parser.add_argument("--in-process", action="store_true", help="no workers: do the work here, one after the other")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where models are made before they are published")
+    parser.add_argument(
+        "--work-dir", type=local_path, metavar="DIR", help="where models are made before they are published"
+    )
     parser.add_argument("--keep-local", action="store_true", help="leave the models in the work directory")
     parser.add_argument("--no-local-copy", action="store_true", help="send to S3 while it is made, and prove it there")
     parser.add_argument("--no-forward", action="store_true", help="leave out the forward pass of the model")
@@ -53,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def add_places(parser: argparse.ArgumentParser) -> None:
     """Where checkpoints come from and where models go."""
     parser.add_argument(
-        "roots", type=Path, nargs="*", metavar="ROOT", help=f"directories that hold runs; default: {ROOTS_ENV}"
+        "roots", type=local_path, nargs="*", metavar="ROOT", help=f"directories that hold runs; default: {ROOTS_ENV}"
     )
     parser.add_argument(
         "--to", action="append", metavar="DEST", help=f"{DESTINATION}; once for each; default: {DESTINATION_ENV}"

@@ -47,7 +47,13 @@ class Seeding:
     @property
     def workspace(self) -> Workspace:
         """Where it works."""
-        return Workspace(out=Path(os.path.abspath(self.request.out)), fingerprint=self.fingerprint)
+        return Workspace(out=Path(os.path.realpath(self.request.out)), fingerprint=self.fingerprint)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The config, where it is not the Hub's."""
+        path = Path(self.request.config)
+        return [path] if path.exists() else []
 
     @property
     def overwrite(self) -> bool:

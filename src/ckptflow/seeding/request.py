@@ -25,7 +25,7 @@ class SeedRequest:
         init_std: ``default``, a formula's name, or a standard deviation.
         seed: the same seed gives the same bytes.
         max_shard_bytes: most bytes of tensors in one weight file.
-        overwrite: replace whatever ``out`` holds.
+        overwrite: replace the model, or the loose files, that ``out`` holds (``check_replaceable``).
         threads: None for as many as help.
         memory_budget_bytes: bound on buffers, in bytes.
     """
