@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 
 from ckptflow.cli.main import main
-from ckptflow.errors import IncompleteCheckpointError, UsageError
+from ckptflow.errors import IncompleteCheckpointError, UnsupportedCheckpointError, UsageError
+from ckptflow.formats.base import ReadOptions
+from ckptflow.formats.registry import locate, read
 from ckptflow.shrink import candidate_bytes, plan_shrink, shrink_tree
+from deepspeed_writer import parameters, write_zero2
 
 torch = pytest.importorskip("torch")
 
@@ -212,6 +215,14 @@ class TestUnfinishedSteps:
         assert outcomes(report) == {"global_step_10": "refused", "other.pt": "shrunk"}
         assert len(report.failures) == 1
         assert (actor / "model_world_size_2_rank_0.pt").read_bytes() == before
+
+    def test_a_whole_step_that_can_not_be_merged_is_shrunk(self, tmp_path: Path) -> None:
+        config = {"zero_optimization": {"stage": 2, "mics_shard_size": 2}}
+        bloat = torch.zeros(100_000)[:1]
+        folder = write_zero2(tmp_path, [parameters({"w": (4, 4)})], 2, model={"ds_config": config, "bloat": bloat})
+        with pytest.raises(UnsupportedCheckpointError, match="MiCS"):
+            read(locate(folder), ReadOptions())
+        assert outcomes(shrink_tree(tmp_path))["mp_rank_00_model_states.pt"] == "shrunk"
 
     def test_layer_files_without_a_step_are_a_bag_of_files(self, tmp_path: Path) -> None:
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "layers"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ckptflow.errors import CheckpointError, IncompleteCheckpointError
+from ckptflow.errors import CheckpointError, CkptflowError, IncompleteCheckpointError, UnsupportedCheckpointError
 from ckptflow.formats import registry
-from ckptflow.formats.base import Completeness, Location
+from ckptflow.formats.base import Completeness, Location, ReadOptions
 
 # A file of a step lies at most this deep in it: checkpoint-10/global_step10_universal/zero/NAME/fp32.pt is 4.
 _LEVELS_ABOVE: Final = 4
@@ -50,9 +50,23 @@ def _locations(path: Path) -> list[Location]:
 
 def _check(location: Location) -> Completeness:
     try:
-        return registry.check(location)
+        found = registry.check(location)
+        if found.state == "incomplete" and _is_unsupported(location):
+            return Completeness(state="complete", reason=found.reason)
+        return found
     except IncompleteCheckpointError as error:
         return Completeness(state="incomplete", reason=str(error))
     except CheckpointError as error:
         # Damage is reported file by file.
         return Completeness(state="complete", reason=str(error))
+
+
+def _is_unsupported(location: Location) -> bool:
+    """Whether the checkpoint is refused for what it is: its files can be shrunk though nobody can merge them."""
+    try:
+        registry.read(location, ReadOptions())
+    except UnsupportedCheckpointError:
+        return True
+    except CkptflowError:
+        return False
+    return False
