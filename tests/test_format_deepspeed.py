@@ -153,6 +153,13 @@ def test_buffers_and_frozen_weights_come_from_the_module_where_nothing_else_has_
     assert_holds(read(tmp_path), {**merged(groups), **extra})
 
 
+@pytest.mark.parametrize("excluded", [True, False])
+def test_a_save_without_frozen_weights_says_so(tmp_path: Path, excluded: bool) -> None:
+    model = {"frozen_param_shapes": None, "frozen_param_fragments": None} if excluded else {}
+    write_zero2(tmp_path, two_groups(), 2, model=model)
+    assert any("exclude_frozen_parameters" in note for note in read(tmp_path).notes) is excluded
+
+
 def test_frozen_weights_of_zero_2_are_whole(tmp_path: Path) -> None:
     groups = two_groups()
     frozen = torch.randn(2, 3).bfloat16()
@@ -177,6 +184,18 @@ def test_frozen_weights_of_zero_2_are_whole(tmp_path: Path) -> None:
 def test_frozen_weights_that_were_saved_empty_are_named(tmp_path: Path, model: dict[str, object]) -> None:
     write_zero3(tmp_path, two_groups(), 2, module={"lost.weight": torch.empty(0)}, **model)
     with pytest.raises(IncompleteCheckpointError, match=r"lost\.weight"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_frozen_weights_that_zero_pp_quantized_are_refused(tmp_path: Path, quantized: bool) -> None:
+    frozen = {"frozen.weight": torch.arange(36, dtype=torch.int8).reshape(4, 9)}
+    config = {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": quantized}}
+    write_zero3(tmp_path, two_groups(), 2, frozen=frozen, ds_config=config)
+    if not quantized:
+        assert_holds(read(tmp_path), {**frozen, **merged(two_groups())})
+        return
+    with pytest.raises(UnsupportedCheckpointError, match=r"quantized"):
         read(tmp_path)
 
 
@@ -262,6 +281,17 @@ def test_names_in_another_order_than_the_optimizer_recorded_are_refused(tmp_path
     model_states(folder / "mp_rank_00_model_states.pt", copies, [swapped], world=2, stage=2)
     with pytest.raises(InconsistentCheckpointError, match="recorded another place"):
         read(tmp_path)
+
+
+def test_round_robin_gradients_record_fragments_in_another_order_than_the_vectors(tmp_path: Path) -> None:
+    values = parameters({"a": (4, 4), "b": (4, 5), "c": (3,)})
+    rounds = {name: values[name] for name in ("a", "c", "b")}
+    settings = {"ds_config": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}}
+    write_zero2(tmp_path, [rounds], 2, model=settings, recorded_as=[values])
+    manifest = read(tmp_path)
+    assert_holds(manifest, values)
+    assert {check.fqn for check in manifest.equal} == set(values)
+    assert differing(manifest) == []
 
 
 def test_every_cut_file_is_refused(tmp_path: Path) -> None:

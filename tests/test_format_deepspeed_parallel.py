@@ -133,6 +133,51 @@ def test_experts_are_joined_under_their_global_numbers(tmp_path: Path, ep: int) 
         read(tmp_path)
 
 
+def test_layers_of_fewer_experts_count_their_own(tmp_path: Path) -> None:
+    """Two expert groups; layer 0 has four experts, layer 1 two."""
+    name = "layers.{}.deepspeed_moe.experts.deepspeed_experts.{}.w"
+    experts = parameters({name.format(layer, e): (3, 5) for layer, n in ((0, 4), (1, 2)) for e in range(n)}, seed=1)
+    folder = tmp_path / "t"
+    files = {(layer, e): experts[name.format(layer, e)] for layer, n in ((0, 4), (1, 2)) for e in range(n)}
+
+    def group_of(rank: int) -> dict[str, Tensor]:
+        held = {0: (2 * rank, 2 * rank + 1), 1: (rank,)}
+        return {name.format(layer, i): files[layer, e] for layer, mine in held.items() for i, e in enumerate(mine)}
+
+    dense, groups = parameters(DENSE), [parameters(DENSE), group_of(0)]
+    model_states(folder / "mp_rank_00_model_states.pt", dense, groups, world=2, stage=1, num_experts=[4, 2])
+    for rank in range(2):
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        optim_states(path, rank, [dense, group_of(rank)], world=2, stage=1, counts=[2, 1])
+    for (layer, e), tensor in files.items():
+        path = folder / f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt"
+        torch.save({name.format(layer, e): tensor}, path)
+    (tmp_path / "latest").write_text("t")
+    manifest = read(tmp_path)
+    assert_holds(manifest, {**dense, **experts})
+    assert differing(manifest) == []
+
+
+def test_experts_without_zero_are_read_in_the_compute_dtype(tmp_path: Path) -> None:
+    dense, experts = parameters(DENSE), parameters(expert_names(range(4)), seed=1)
+    copies = {n: t.bfloat16() for n, t in {**dense, **experts}.items()}
+    folder = tmp_path / "t"
+    model_states(
+        folder / "mp_rank_00_model_states.pt",
+        {n: copies[n] for n in dense},
+        None,
+        world=1,
+        stage=0,
+        num_experts=[4],
+        optimizer={"fp32_groups": [list(dense.values()), list(experts.values())]},
+    )
+    write_experts(folder, copies, range(4))
+    (tmp_path / "latest").write_text("t")
+    manifest = read(tmp_path)
+    assert_holds(manifest, copies)
+    assert any("experts" in note for note in manifest.notes)
+
+
 def test_a_model_of_experts_whose_files_are_gone_is_incomplete(tmp_path: Path) -> None:
     dense = parameters(DENSE)
     write_zero2(tmp_path, [dense], 1, model={"num_experts": [4, 4]})
@@ -189,6 +234,21 @@ def test_universal_checkpoints_are_read_name_by_name(tmp_path: Path, flat: bool)
     (folder / "zero" / "o.bias" / "fp32.pt").unlink()
     with pytest.raises(IncompleteCheckpointError):
         read(tmp_path)
+
+
+def test_what_zero_3_froze_lies_in_the_model_files_beside_a_universal_checkpoint(tmp_path: Path) -> None:
+    values, frozen = parameters(MODEL), {"frozen.weight": torch.randn(5, 7).bfloat16()}
+    folder = write_universal(tmp_path, values, flat=True, frozen=frozen)
+    assert_holds(read(tmp_path), {**values, **frozen})
+    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError):
+        read(tmp_path)
+
+
+def test_buffers_of_a_universal_checkpoint_keep_their_dtype(tmp_path: Path) -> None:
+    values, buffers = parameters(MODEL), {"steps": torch.arange(3)}
+    write_universal(tmp_path, values, flat=False, buffers=buffers)
+    assert_holds(read(tmp_path), {**values, **buffers})
 
 
 def test_a_universal_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:

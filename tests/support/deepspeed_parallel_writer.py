@@ -75,9 +75,26 @@ def write_pipeline(save: Path, *, zero: bool, dtype: torch.dtype = torch.float32
     return {f"{n}.{name}": t for n, layer in values.items() for name, t in layer.items()}
 
 
-def write_universal(save: Path, values: Mapping[str, Tensor], *, flat: bool) -> Path:
-    """A folder for each parameter, of a run of ZeRO 3 (``flat``) or ZeRO 2."""
-    folder = write_zero3(save, [values], 2) if flat else write_zero2(save, [values], 2)
+def write_universal(
+    save: Path,
+    values: Mapping[str, Tensor],
+    *,
+    flat: bool,
+    frozen: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """A folder for each parameter, of ZeRO 3 (``flat``, maybe with frozen parameters) or ZeRO 2 (with buffers).
+
+    From ZeRO 2 buffers are there, too, as fp32; from ZeRO 3 frozen parameters are not.
+    """
+    if flat:
+        folder = write_zero3(save, [values], 2, frozen=frozen)
+    else:
+        module = {**{n: t.bfloat16() for n, t in values.items()}, **(buffers or {})}
+        folder = write_zero2(save, [values], 2, module=module, model={"buffer_names": list(buffers or {})})
+        for name, tensor in (buffers or {}).items():
+            (folder / "zero" / name).mkdir(parents=True)
+            torch.save({"param": tensor.float()}, folder / "zero" / name / "fp32.pt")
     (save / "latest").unlink()
     for path in folder.glob("*optim_states.pt"):
         path.unlink()

@@ -104,16 +104,20 @@ def optim_states(
     stage: int = 2,
     lean: bool = True,
     recorded: bool = True,
+    recorded_as: Sequence[Mapping[str, Tensor]] | None = None,
     step: int = 7,
     counts: Sequence[int] | None = None,
     cut: int = 0,
     **more: object,
 ) -> None:
-    """One optimizer file of ZeRO 1 or 2; its moments are NaN, so that nobody can take them for weights."""
+    """One optimizer file of ZeRO 1 or 2; its moments are NaN, so that nobody can take them for weights.
+
+    ``recorded_as``: the groups in the order in which the fragments are recorded, where it isn't the vectors'.
+    """
     counts = counts or [world] * len(groups)
     masters, paddings, mappings = [], [], []
     with stand_ins() as classes:
-        for group, share in zip(groups, counts, strict=True):
+        for group, seen, share in zip(groups, recorded_as or groups, counts, strict=True):
             slices, used = partitions(group, share)
             mine = slices[rank // (world // share)]
             size = mine.numel()
@@ -121,7 +125,7 @@ def optim_states(
             padding = min(max(begin + size - used, 0), size)
             masters.append((mine[: size - padding] if lean else mine)[: size - cut].clone())
             paddings.append(padding if lean else 0)
-            mappings.append(_mapping(group, begin, size, classes["fragment_address"]))
+            mappings.append(_mapping(seen, begin, size, classes["fragment_address"]))
         state: dict[str, object] = {
             "loss_scaler": classes["LossScaler"](),
             "base_optimizer_state": {
@@ -188,7 +192,7 @@ def write_zero2(
 def shards(tensor: Tensor, world: int) -> list[Tensor]:
     """ZeRO 3: one parameter cut over the ranks, padded."""
     share = -(-tensor.numel() // world)
-    padding = torch.full((share * world - tensor.numel(),), 1e9, dtype=tensor.dtype)
+    padding = torch.full((share * world - tensor.numel(),), 1e9).to(tensor.dtype)
     vector = torch.cat([tensor.reshape(-1), padding])
     return list(vector.split(share)) if share else [vector] * world
 

@@ -124,6 +124,7 @@ def _describe(location: Location, config_dir: Path | None) -> CheckpointManifest
         wrapped=_LIGHTNING_KEY in model.client_keys,
         notes=(
             _stage_note(files, model),
+            *_frozen_note(model),
             *(note for weights in ranks for note in weights.notes),
             *extra.notes,
             *adapter_notes,
@@ -219,6 +220,14 @@ def _merged(entries: Sequence[LeftOut]) -> list[LeftOut]:
         key = (entry.name, entry.reason)
         merged[key] = merged.get(key, 0) + entry.nbytes
     return [LeftOut(name=name, reason=reason, nbytes=nbytes) for (name, reason), nbytes in merged.items()]
+
+
+def _frozen_note(model: ModelStates) -> list[str]:
+    """From stage 2 on, DeepSpeed lists the frozen parameters, if only as none, unless it was told to leave them out."""
+    listed = "frozen_param_shapes" not in model.settings or model.settings["frozen_param_shapes"] is not None
+    if listed or model.zero_config("stage") not in (2, 3) or model.settings.get("num_experts"):
+        return []
+    return ["saved with exclude_frozen_parameters: weights that were frozen, if any were, are not in this checkpoint"]
 
 
 def _stage_note(files: TagFiles, model: ModelStates) -> str:

@@ -81,7 +81,9 @@ def join_expert_group(
     groups = len(slices) // share
     if groups * share != len(slices):
         raise _refused(file, f"{share} ranks a group", f"{len(slices)} ranks")
-    locals_ = {int(m["expert"]) for m in map(_EXPERT_NAME.match, shapes) if m}
+    locals_: dict[str, set[str]] = {}  # MoE layer → its experts' numbers within a group; layers may have more or fewer
+    for named in filter(None, map(_EXPERT_NAME.match, shapes)):
+        locals_.setdefault(named["before"], set()).add(named["expert"])
     tensors: dict[str, TensorSource] = {}
     for group in range(groups):
         joined = join_group(shapes, slices[group::groups])
@@ -89,7 +91,7 @@ def join_expert_group(
             match = _EXPERT_NAME.match(fqn)
             if match is None:
                 raise _refused(file, "names of experts", fqn)
-            expert = group * len(locals_) + int(match["expert"])
+            expert = group * len(locals_[match["before"]]) + int(match["expert"])
             name = f"{match['before']}{expert}{match['after']}"
             if name not in copies:
                 raise _refused(file, f"an expert file with {name}", "none")

@@ -21,12 +21,15 @@ class _UncertainOrder(Exception):  # noqa: N818 - never leaves this module
     """There are masters, and it is not certain which belongs to which parameter."""
 
 
-def name_masters(model: ModelStates, aliases: Mapping[str, str]) -> tuple[dict[str, TensorSource], str | None]:
+def name_masters(
+    model: ModelStates, aliases: Mapping[str, str], *, experts: bool
+) -> tuple[dict[str, TensorSource], str | None]:
     """FQN → master, for all trained parameters; none where the optimizer keeps no masters (fp32 runs).
 
     Parameters are walked in the model's order and must fit the next master of exactly one group. That each master
     rounds to its parameter is proven later, bit for bit. Where the order is not certain, there are no masters but a
-    note: the weights in the compute dtype are whole and right, only shorter.
+    note: the weights in the compute dtype are whole and right, only shorter. So it is with ``experts``: their masters
+    lie in between, and are those of this rank's experts alone.
 
     Raises:
         InconsistentCheckpointError: there is a master without a parameter, so the module is not whole.
@@ -37,6 +40,8 @@ def name_masters(model: ModelStates, aliases: Mapping[str, str]) -> tuple[dict[s
     names = {fqn: t for fqn, t in (model.module or {}).items() if fqn not in aliases and fqn not in model.buffer_names}
     flat, groups = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
     try:
+        if experts and (flat or groups):
+            raise _UncertainOrder("those of the experts lie among them")
         if isinstance(flat, (list, tuple)) and flat:
             return _from_flat(model, names, flat), None
         if isinstance(groups, (list, tuple)) and groups:

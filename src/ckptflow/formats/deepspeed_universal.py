@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptflow.errors import CorruptFileError, IncompleteCheckpointError, InconsistentCheckpointError
 from ckptflow.formats.deepspeed_files import UNIVERSAL_FOLDER, TagFiles
 from ckptflow.formats.deepspeed_states import ModelStates, read_model_states
-from ckptflow.formats.deepspeed_weights import ROUNDS, Weights
+from ckptflow.formats.deepspeed_weights import ROUNDS, Weights, add_frozen
 from ckptflow.formats.files import checked_file
 from ckptflow.formats.torch_tensors import plain_tensor, source_of
 from ckptflow.manifest import EqualSources, LeftOut
@@ -41,21 +41,26 @@ def read_universal(files: TagFiles, root: Path) -> Weights:
     folder = files.folder / UNIVERSAL_FOLDER
     shapes, frozen, shared = _wanted(models)
     present = _parameter_names(folder)
-    if missing := sorted({*shapes, *frozen} - present):
+    # From ZeRO 3 ds_to_universal leaves frozen parameters where they were: a fragment in each rank's model file.
+    apart = {fqn: shape for fqn, shape in frozen.items() if fqn not in present and not files.models}
+    if missing := sorted({*shapes, *frozen} - present - apart.keys()):
         raise IncompleteCheckpointError(
             f"{len(missing)} parameters of a universal checkpoint have no file",
             file=folder,
             tensor=missing[0],
             expected=f"{missing[0]}/{MASTER_NAME}",
         )
-    if foreign := sorted(present - {*shapes, *frozen, *shared}):
+    buffers = {name for model in models for name in model.buffer_names}
+    if foreign := sorted(present - {*shapes, *frozen, *shared, *buffers}):
         raise InconsistentCheckpointError(
             "a universal checkpoint holds parameters that its model states don't name", file=folder, tensor=foreign[0]
         )
     whole_shapes = len(files.models) <= 1
-    for fqn in [*shapes, *frozen]:
-        shape = {**frozen, **shapes}[fqn]
+    for fqn, shape in {**shapes, **frozen}.items():
+        if fqn in apart:
+            continue
         weights.tensors[fqn] = _read_master(weights, fqn, folder / fqn / MASTER_NAME, root, shape, exact=whole_shapes)
+    add_frozen(weights, models, apart, sharded=True)
     weights.ties |= {alias: owner for alias, owner in shared.items() if alias not in weights.tensors}
     _add_module(weights, models, whole_shapes)
     weights.left_out.append(

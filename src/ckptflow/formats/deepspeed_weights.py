@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from ckptflow.errors import CkptflowError, IncompleteCheckpointError, InconsistentCheckpointError
+from ckptflow.errors import (
+    CkptflowError,
+    IncompleteCheckpointError,
+    InconsistentCheckpointError,
+    UnsupportedCheckpointError,
+)
 from ckptflow.formats.deepspeed_experts import expert_copies, join_expert_group
 from ckptflow.formats.deepspeed_files import TagFiles
 from ckptflow.formats.deepspeed_masters import name_masters
@@ -16,9 +21,11 @@ from ckptflow.formats.deepspeed_states import ModelStates, OptimStates
 from ckptflow.formats.deepspeed_zero import FlatSlice, join_fragments, join_group, join_sharded
 from ckptflow.formats.torch_tensors import dtype_of, shared_windows, source_of, storage_use
 from ckptflow.manifest import EqualSources, LeftOut
-from ckptflow.tensors import SourceFile, TensorSource
+from ckptflow.tensors import Shape, SourceFile, TensorSource
 from ckptflow.torchfiles import LazyTensor, TorchFile
 
+# ZeRO++ keeps frozen weights as int8 and their scales in an attribute, which saving loses (partition_parameters.py).
+_QUANTIZED = "zero_quantized_nontrainable_weights"
 ROUNDS = "the fp32 master does not round to the 16-bit copy beside it: the files are of different saves"
 
 
@@ -71,14 +78,18 @@ def read_weights(files: TagFiles, mp: int, root: Path) -> Weights:
     weights.copies = expert_copies(files, mp, root, models[0], weights.opened)
     if optims:
         _add_masters(weights, optims)
-        _add_frozen(weights, models, sharded=optims[0].sharded_params)
+        add_frozen(weights, models, models[0].frozen_shapes, sharded=optims[0].sharded_params)
     _add_module(weights, in_zero=bool(optims))
     _add_left_out(weights, optims, files)
     return weights
 
 
-def _slices(state: OptimStates) -> list[FlatSlice]:
+def _slices(state: OptimStates, model: ModelStates) -> list[FlatSlice]:
     paddings, fragments = state.paddings, state.fragments
+    if model.zero_config("round_robin_gradients") is True and not state.alignment_paddings:
+        # Flat vector and param_shapes are in the order of the rounds, which the copies in `module` prove; the fragments
+        # are recorded as if they were not (_link_all_hp_params in deepspeed/runtime/zero/stage_1_and_2.py).
+        fragments = None
     count = len(state.masters)
     return [
         FlatSlice(
@@ -100,7 +111,7 @@ def _add_masters(weights: Weights, optims: Sequence[OptimStates]) -> None:
         raise InconsistentCheckpointError(
             "the model states name no parameters", file=model.file.path, expected="param_shapes"
         )
-    ranks = [_slices(state) for state in optims]
+    ranks = [_slices(state, model) for state in optims]
     for state in optims:
         weights.opened(state.file, state.torch)
     _, weights.wasted_bytes = storage_use(tensor for state in optims for tensor in state.masters)
@@ -125,13 +136,25 @@ def _add_masters(weights: Weights, optims: Sequence[OptimStates]) -> None:
         weights.tensors |= joined
 
 
-def _add_frozen(weights: Weights, models: Sequence[ModelStates], *, sharded: bool) -> None:
-    """Frozen parameters have no master: stage 1, 2 keeps them whole, stage 3 a fragment a rank."""
-    for fqn, shape in weights.model.frozen_shapes.items():
+def add_frozen(weights: Weights, models: Sequence[ModelStates], shapes: Mapping[str, Shape], *, sharded: bool) -> None:
+    """Frozen parameters have no master: stage 1, 2 keeps them whole, stage 3 a fragment a rank.
+
+    Raises:
+        CheckpointError: the model files don't hold them whole.
+    """
+    for fqn, shape in shapes.items():
         fragments = [(model.file, model.frozen_fragments.get(fqn)) for model in models]
         slices = [_fragment(fqn, file, tensor) for file, tensor in fragments]
         if sum(part.numel for part in slices) < prod(shape):
             raise _lost([fqn], models[0].file)
+        if sharded and slices[0].dtype.kind != "float" and weights.model.zero_config(_QUANTIZED):
+            raise UnsupportedCheckpointError(
+                "a frozen weight that ZeRO++ quantized: its scales are in no file",
+                file=models[0].file.path,
+                tensor=fqn,
+                found=f"{slices[0].dtype.name}, and {_QUANTIZED} in ds_config",
+                fix="take the frozen weights from the model that training began with, or save without that option",
+            )
         first = fragments[0][1]
         if sharded:
             weights.tensors[fqn] = join_fragments(fqn, shape, slices)
@@ -167,7 +190,7 @@ def _add_module(weights: Weights, *, in_zero: bool) -> None:
     module = model.module or {}
     weights.ties |= {alias: owner for alias, owner in model.shared.items() if alias not in weights.tensors}
     aliases = shared_windows(module)
-    masters, note = ({}, None) if in_zero else name_masters(model, aliases)
+    masters, note = ({}, None) if in_zero else name_masters(model, aliases, experts=bool(weights.copies))
     weights.notes += [note] if note else []
     lost: list[str] = []
     for fqn, tensor in module.items():
