@@ -28,6 +28,7 @@ from ckptflow.errors import (
 )
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.dcp import DcpDirectory
+from ckptflow.formats.registry import locate
 from ckptflow.manifest import CheckpointManifest
 from dcp_two_ranks import SHAPES, values
 from reading import read_source
@@ -38,6 +39,8 @@ WEIGHTS = {
     "model.norm.weight": torch.tensor([0.5, -1.0, 2.0]),
     "lm_head.weight": torch.arange(12.0, 24.0).view(4, 3).bfloat16(),
 }
+
+RANDOM = torch.arange(50, dtype=torch.uint8)
 
 
 def save(state: dict[str, Any], path: Path, **options: Any) -> Path:
@@ -103,6 +106,57 @@ def test_the_model_is_found_by_the_nested_paths_of_the_state_dict(
     assert state_of(tmp_path / "step-5") == "complete"
 
 
+@pytest.mark.parametrize(
+    ("beside", "left_out"),
+    [
+        ({"torch_rng_state": RANDOM, "cuda_rng": RANDOM}, {"torch_rng_state.*", "cuda_rng.*"}),
+        ({"metrics": {"loss": torch.tensor(0.5)}, "sampler": {"order": RANDOM}}, {"metrics.*", "sampler.*"}),
+        ({"opt": optimizer(5)}, {"opt.*"}),
+        ({"trainer": {"adam": optimizer(5), "epoch": 1}}, {"trainer.adam.*", "trainer.epoch"}),
+        (optimizer(5), {"state.*", "param_groups.*"}),
+    ],
+    ids=["random states", "metrics and sampler", "another name", "deeper", "poured out"],
+)
+@pytest.mark.parametrize("name", ["model", "net"])
+def test_what_can_not_be_weights_does_not_compete_with_the_model(
+    tmp_path: Path, name: str, beside: dict[str, Any], left_out: set[str]
+) -> None:
+    manifest = read(save({name: WEIGHTS, **beside}, tmp_path / "c"))
+    assert_weights(manifest, WEIGHTS)
+    assert {entry.name for entry in manifest.left_out} == left_out
+
+
+def test_an_optimizer_s_directory_is_no_checkpoint_whatever_lies_in_it(tmp_path: Path) -> None:
+    save({"model": WEIGHTS}, tmp_path / "step_5" / "model")
+    save({"optim": optimizer(5)}, tmp_path / "step_5" / "optim")
+    assert locate(tmp_path / "step_5").path == tmp_path / "step_5" / "model"
+    save({"adam": optimizer(5)}, tmp_path / "adam")
+    assert state_of(tmp_path / "adam") == "incomplete"
+    with pytest.raises(UnsupportedCheckpointError, match="no model"):
+        read(tmp_path / "adam")
+
+
+def test_an_array_that_may_have_been_trained_does(tmp_path: Path) -> None:
+    with pytest.raises(AmbiguousCheckpointError, match="log_std"):
+        read(save({"model": WEIGHTS, "log_std": torch.zeros(3)}, tmp_path / "c"))
+
+
+def test_an_optimizer_beside_the_model_s_own_keys_is_no_weight(tmp_path: Path) -> None:
+    flat = {"state.model.norm.weight.exp_avg": torch.ones(3), "param_groups.model.norm.weight.lr": 0.1}
+    assert_weights(read(save({**WEIGHTS, **flat}, tmp_path / "c")), WEIGHTS)
+
+
+def test_a_list_of_the_model_s_parts_is_one_model_without_the_numbers(tmp_path: Path) -> None:
+    names = list(WEIGHTS)
+    parts = [{name: WEIGHTS[name] for name in some} for some in (names[:1], names[1:])]
+    assert_weights(read(save({"models": parts, "optim": optimizer(5)}, tmp_path / "c")), WEIGHTS)
+
+
+def test_a_list_of_models_is_ambiguous(tmp_path: Path) -> None:
+    with pytest.raises(AmbiguousCheckpointError, match=r"models\.0"):
+        read(save({"models": [WEIGHTS, WEIGHTS]}, tmp_path / "c"))
+
+
 def test_many_files_per_rank_are_joined_and_strays_listed(tmp_path: Path) -> None:
     path = save({"model": WEIGHTS}, tmp_path / "c", single_file_per_rank=False)
     assert len(list(path.glob("*.distcp"))) == len(WEIGHTS)
@@ -148,6 +202,14 @@ def test_accelerate_keeps_its_optimizer_in_a_directory_that_is_no_model(tmp_path
     assert_weights(manifest, WEIGHTS)
     assert {entry.name for entry in manifest.left_out} == {"optimizer_0/", "scheduler.bin"}
     assert FORMAT.find(tmp_path / "optimizer_0") == []
+
+
+@pytest.mark.parametrize("inside", ["", "pytorch_model_fsdp_0"])
+def test_an_adapter_s_config_beside_it_makes_no_adapter_s_directory_of_it(tmp_path: Path, inside: str) -> None:
+    lora = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 3)}
+    save({"model": {**WEIGHTS, **lora}}, tmp_path / "c" / inside)
+    (tmp_path / "c" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    assert locate(tmp_path / "c").layout == "dcp"
 
 
 def test_a_save_without_metadata_is_in_progress_and_refused(tmp_path: Path) -> None:

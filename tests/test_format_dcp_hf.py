@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,36 @@ def test_a_missing_last_rank_is_found_by_the_config(tmp_path: Path) -> None:
     (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(IncompleteCheckpointError, match="smaller tensor"):
         read(path, tmp_path / "config")
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 12}, {"text_config": {"vocab_size": 12}}], ids=["plain", "nested"])
+def test_a_missing_last_rank_is_found_though_the_model_is_unknown(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = two_ranks(tmp_path / "c")
+    (path / "config.json").write_text(json.dumps({"model_type": "of-ours", **config}))
+    assert read(path).doubt is None
+    (path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="smaller tensor"):
+        read(path)
+
+
+def test_a_config_that_tells_no_size_is_not_enough(tmp_path: Path) -> None:
+    path = two_ranks(tmp_path / "c")
+    (path / "config.json").write_text(json.dumps({"model_type": "of-ours"}))
+    assert "missing unnoticed" in (read(path).doubt or "")
+
+
+def test_a_layer_that_only_a_missing_stage_had_is_found_by_the_config(tmp_path: Path) -> None:
+    path = write_rank(tmp_path / "c", 1, model__layers__0__input_layernorm__weight=([0], NORM))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    with pytest.raises(IncompleteCheckpointError, match="in no file") as refused:
+        read(path)
+    assert refused.value.tensor == "model.layers.1.input_layernorm.weight"
+
+
+def test_a_weight_file_that_no_rank_has_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match="all ranks") as refused:
+        read(write_rank(tmp_path / "c", 1, count=2, w=([0, 0], EMBEDDING)))
+    assert "model-00002-of-00002" in str(refused.value.found)
 
 
 def test_slices_that_leave_a_gap_are_refused(tmp_path: Path) -> None:

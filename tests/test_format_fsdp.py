@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +384,42 @@ def test_a_rank_file_that_is_a_link_out_of_the_checkpoint_is_refused(tmp_path: P
         manifest_of(actor)
 
 
-def test_optimizer_and_random_state_are_left_out_and_never_opened(tmp_path: Path) -> None:
+class Packed(torch.Tensor):
+    """A tensor whose values are computed from others, as quantized weights are."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Packed, (torch.ones(2),)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "nested", "Packed"])
+def test_a_tensor_without_plain_values_is_refused_and_not_left_out(tmp_path: Path, kind: str) -> None:
+    eye = torch.eye(3)
+    tensors: dict[str, Callable[[], torch.Tensor]] = {
+        "sparse": eye.to_sparse,
+        "quantized": lambda: torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8),
+        "nested": lambda: torch.nested.nested_tensor([eye[0], eye[1, :2]]),
+        "Packed": lambda: eye.as_subclass(Packed),
+    }
+    save_ranks(tmp_path, 1, lambda rank: {"w": eye, "odd": tensors[kind]()})
+    with pytest.raises(UnsupportedCheckpointError, match="bytes of a tensor") as refused:
+        manifest_of(tmp_path)
+    assert (refused.value.tensor, kind in str(refused.value.found)) == ("odd", True)
+
+
+def test_ranks_whose_schedules_counted_other_steps_are_refused(tmp_path: Path) -> None:
+    sharded_pair(tmp_path)
+    for rank in range(2):
+        state = {"lr_scheduler": {"last_epoch": 10}, "rng": {"cpu": torch.arange(9, dtype=torch.uint8)}}
+        torch.save(state, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert manifest_of(tmp_path).world_size == 2
+    torch.save({"lr_scheduler": {"last_epoch": 5}}, tmp_path / "extra_state_world_size_2_rank_1.pt")
+    with pytest.raises(InconsistentCheckpointError, match="different steps") as refused:
+        manifest_of(tmp_path)
+    assert refused.value.found == 5
+
+
+def test_optimizer_and_random_state_are_left_out_whatever_they_hold(tmp_path: Path) -> None:
     sharded_pair(tmp_path)
     (tmp_path / "optim_world_size_2_rank_0.pt").write_bytes(b"not even a torch file")
     (tmp_path / "extra_state_world_size_2_rank_0.pt").write_bytes(b"")

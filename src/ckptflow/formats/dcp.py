@@ -32,7 +32,8 @@ from ckptflow.transforms.prefix import share_first_part
 
 # Accelerate and the HF Trainer: https://github.com/huggingface/accelerate (utils/fsdp_utils.py, save_fsdp_model).
 ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_\d+")
-ACCELERATE_OPTIMIZER = re.compile(r"optimizer_\d+")
+# Its optimizer_0, and the optim/ that NeMo Automodel and others have beside model/.
+OPTIMIZER_DIRECTORY = re.compile(r"optim(izer)?(_\d+)?")
 ACCELERATE_STATE = re.compile(r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|(scheduler|optimizer|scaler)\.(bin|pt)")
 PLAIN_EMBEDDING = re.compile(r"[^.]+\.(embed_tokens|wte)\.weight")
 RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -49,7 +50,7 @@ class DcpDirectory:
         """The directory itself, or the model directories of an Accelerate checkpoint in it."""
         if ACCELERATE_MODEL.fullmatch(path.name) and is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path.parent)]
-        if ACCELERATE_OPTIMIZER.fullmatch(path.name):
+        if OPTIMIZER_DIRECTORY.fullmatch(path.name):
             return []
         if is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path)]
@@ -57,10 +58,12 @@ class DcpDirectory:
         return [Location(layout=self.layout, path=model, root=path) for model in models if is_dcp(model)]
 
     def check(self, location: Location) -> Completeness:
-        """``.metadata`` is written last; each file must be as long as its last entry says."""
-        return completeness(
-            location.path, location.root, lambda metadata: _check_not_megatrons(metadata.tensors, location.path)
-        )
+        """``.metadata`` is written last; each file must be as long as its last entry says; a model must be in it."""
+
+        def holds_model(metadata: DcpMetadata) -> None:
+            _check_not_megatrons(find_model(metadata, str(location.path)).fqns, location.path)
+
+        return completeness(location.path, location.root, holds_model)
 
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """All tensors of the model; optimizer entries are not read, but for a few step counters that are compared."""
@@ -167,7 +170,7 @@ def _accelerate_state(directory: Path) -> list[LeftOut]:
         if ACCELERATE_STATE.fullmatch(name)
     ]
     for name in directory_names(parent):
-        if ACCELERATE_OPTIMIZER.fullmatch(name):
+        if OPTIMIZER_DIRECTORY.fullmatch(name):
             nbytes = sum(file_size(parent / name / inner) for inner in list_names(parent / name))
             found.append(LeftOut(name=f"{name}/", reason="optimizer state", nbytes=nbytes))
     return found

@@ -22,7 +22,7 @@ from ckptflow.errors import (
 from ckptflow.formats.base import Completeness
 from ckptflow.formats.dcp_metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptflow.formats.dcp_records import STALE, DcpFiles
-from ckptflow.formats.dcp_subtree import state_name
+from ckptflow.formats.dcp_subtree import OPTIMIZER, TrainingState
 from ckptflow.formats.files import checked_file, list_names
 
 METADATA = ".metadata"
@@ -180,10 +180,12 @@ def _check_optimizer_steps(metadata: DcpMetadata, directory: Path, files: DcpFil
     Parameters that rarely get a gradient count less, in any file. Files whose counters have no number in common, or
     that each have one number and not all the same, are of different saves.
     """
+    states = TrainingState(metadata)
     by_file: dict[str, list[tuple[str, DcpTensor]]] = {}
     for key, tensor in metadata.tensors.items():
         tree = metadata.path_of(key)
-        is_counter = state_name(tree) == "optimizer state" and str(tree[-1]).endswith("step")
+        at = states.depth_of(tree, 0)
+        is_counter = at is not None and states.name_of(tree, at) == OPTIMIZER and str(tree[-1]).endswith("step")
         if is_counter and not tensor.shape and len(tensor.chunks) == 1:
             by_file.setdefault(tensor.chunks[0].record.file_name, []).append((key, tensor))
     steps: dict[str, set[float]] = {}

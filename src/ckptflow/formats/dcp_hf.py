@@ -31,7 +31,11 @@ from ckptflow.transforms.ties import EMBEDDINGS
 
 SHARD_FILE = re.compile(r"shard-(?P<rank>\d+)-model-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 SHARDING_INFO = "DCP_SHARDING_INFO"
+NUMBER = re.compile(r"\.\d+(?=\.)")
 NO_CONFIG = "without a config.json the files of the last ranks could be missing unnoticed"
+OTHER_CONFIG = (
+    "config.json tells the size of no tensor that is here: the files of the last ranks could be missing unnoticed"
+)
 MISSING_RANK = "copy or save the checkpoint again: the files of a rank are missing"
 
 
@@ -79,7 +83,7 @@ class DcpHuggingFaceShards:
         files = _read_files(location)
         tensors = _join(files)
         config_dir = options.config_dir or find_config_dir(location.path, location.root)
-        note = _check_shapes(tensors, config_dir)
+        note, doubt = _check_shapes(tensors, config_dir)
         ranks = {int(match["rank"]) for name in files if (match := SHARD_FILE.fullmatch(name))}
         return CheckpointManifest(
             layout=self.layout,
@@ -90,7 +94,7 @@ class DcpHuggingFaceShards:
             files=tuple(found.file for found in files.values()),
             storage_bytes=sum(source.nbytes for source in tensors.values()),
             config_dir=config_dir,
-            doubt=NO_CONFIG if config_dir is None else None,
+            doubt=doubt,
             notes=("the number of ranks and the global shapes are inferred from the slices that are there", note),
         )
 
@@ -113,6 +117,15 @@ def _read_files(location: Location) -> dict[str, SafetensorsFile]:
     if absent:
         raise IncompleteCheckpointError(
             "the files of a rank are missing", file=location.path, found=f"no shard-{absent[0]:05d}-…", fix=MISSING_RANK
+        )
+    numbers = {int(match["number"]) for match in matches.values()}
+    lost = sorted(set(range(1, max(counts) + 1)) - numbers)
+    if lost:
+        raise IncompleteCheckpointError(
+            "a weight file is missing in all ranks' files",
+            file=location.path,
+            found=f"no shard-…-model-{lost[0]:05d}-of-{max(counts):05d}.safetensors",
+            fix="copy or save the checkpoint again",
         )
     return {name: read_safetensors(location.path / name, location.root) for name in matches}
 
@@ -162,14 +175,17 @@ def _check_rows(tensors: dict[str, TensorSource], config_dir: Path) -> int | Non
     Raises:
         IncompleteCheckpointError: there are fewer: the last ranks' files are missing.
     """
-    vocabulary = read_config(config_dir).get("vocab_size")
-    found = next((source for fqn, source in tensors.items() if fqn.endswith(EMBEDDINGS)), None)
+    config = read_config(config_dir)
+    nested = config.get("text_config")
+    vocabulary = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    fqn, found = next(((fqn, source) for fqn, source in tensors.items() if fqn.endswith(EMBEDDINGS)), ("", None))
     if found is None or type(vocabulary) is not int or not found.shape:
         return None
     if found.shape[0] < vocabulary:
         raise IncompleteCheckpointError(
             "the slices give a smaller tensor than the config describes",
             file=config_dir,
+            tensor=fqn,
             expected=f"{vocabulary} rows in the embedding",
             found=f"{found.shape[0]} rows",
             fix=MISSING_RANK,
@@ -177,26 +193,47 @@ def _check_rows(tensors: dict[str, TensorSource], config_dir: Path) -> int | Non
     return found.shape[0]
 
 
-def _check_shapes(tensors: dict[str, TensorSource], config_dir: Path | None) -> str:
-    """The last rank's files can be missing without a gap: only the model tells how large its tensors are."""
+def _check_shapes(tensors: dict[str, TensorSource], config_dir: Path | None) -> tuple[str, str | None]:
+    """The last rank's files can be missing without a gap: only the model tells how large its tensors are.
+
+    Returns:
+        What was compared, for people; and why the tensors may be cut off, None where they can't be.
+    """
     from ckptflow.validate.skeleton import describe_model
 
     if config_dir is None:
-        return NO_CONFIG
+        return NO_CONFIG, NO_CONFIG
+    rows = _check_rows(tensors, config_dir)
     try:
         skeleton = describe_model(config_dir)
     except VerificationError as error:
-        return f"shapes could not be held to the config: {error.what}"
-    if skeleton.unavailable:
-        return f"shapes could not be held to the config: {skeleton.unavailable}"
-    for fqn, source in tensors.items():
-        wanted = skeleton.shapes.get(fqn)
-        if wanted is not None and wanted != source.shape:
+        wanted, tied, why = {}, set(), error.what
+    else:
+        tied = {*skeleton.tied, *skeleton.tied.values()}
+        wanted, why = {**skeleton.live_shapes, **skeleton.shapes}, skeleton.unavailable or "it names other tensors"
+    known = {fqn: source for fqn, source in tensors.items() if fqn in wanted}
+    for fqn, source in known.items():
+        if wanted[fqn] != source.shape:
             raise IncompleteCheckpointError(
                 "the slices give a smaller tensor than the config describes",
                 tensor=fqn,
-                expected=f"shape {list(wanted)}",
+                expected=f"shape {list(wanted[fqn])}",
                 found=f"shape {list(source.shape)}",
                 fix=MISSING_RANK,
             )
-    return "shapes agree with the model that the config describes"
+    _check_layers(tensors, set(wanted) - tied)
+    if known:
+        return "shapes agree with the model that the config describes", None
+    if rows is not None:
+        return f"only the rows of the embedding could be held to the config: {why}", None
+    return f"shapes could not be held to the config: {why}", OTHER_CONFIG
+
+
+def _check_layers(tensors: dict[str, TensorSource], wanted: set[str]) -> None:
+    """Pipeline stages hold whole layers: those of a stage that is missing leave no gap either."""
+    kinds = {NUMBER.sub(".*", fqn) for fqn in tensors}
+    absent = next((fqn for fqn in sorted(wanted) if fqn not in tensors and NUMBER.sub(".*", fqn) in kinds), None)
+    if absent is not None:
+        raise IncompleteCheckpointError(
+            "a layer or expert that the config describes is in no file", tensor=absent, fix=MISSING_RANK
+        )

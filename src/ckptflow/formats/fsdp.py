@@ -17,6 +17,7 @@ from ckptflow.formats.own_name import check_own_name
 from ckptflow.formats.peft_config import adapter_spec
 from ckptflow.formats.rank_copies import assemble
 from ckptflow.formats.rank_files import CONFIG_NAME, RANK_FILE, RankSet, choose_set, left_out_files, rank_sets
+from ckptflow.formats.rank_steps import check_one_step
 from ckptflow.formats.rank_tensors import RankTensors, same_description
 from ckptflow.formats.run_tracker import tracked_step, tracker_lag
 from ckptflow.formats.torch_tensors import AnyTensor, shared_windows, state_dict_entries, storage_use
@@ -72,6 +73,7 @@ class FsdpRankFiles:
         if chosen.missing:
             raise _why_missing(directory, root, chosen)
         ranks = _read_ranks(directory, root, chosen)
+        check_one_step(directory, root, chosen)
         names = model_names(ranks.tensors.tensors)
         mesh = ranks.tensors.mesh()
         tensors, equal, ties = _assemble_all(ranks, names)

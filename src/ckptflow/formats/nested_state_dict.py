@@ -11,7 +11,9 @@ from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
 from ckptflow.formats.files import checked_file
 from ckptflow.formats.torch_tensors import (
     TENSOR_TYPES,
+    children,
     holds_tensor,
+    may_be_weight,
     overlap_notes,
     plain_tensor,
     shared_windows,
@@ -104,11 +106,13 @@ def choose_key(top: Mapping[str, object], keys: tuple[str, ...], path: str) -> s
     Raises:
         UnsupportedCheckpointError: none or several of them do.
     """
-    if any(isinstance(item, TENSOR_TYPES) for item in top.values()):
-        return None
+    beside = [item for item in top.values() if isinstance(item, TENSOR_TYPES)]
     found = [key for key in keys if isinstance(top.get(key), Mapping) and holds_tensor(top[key])]
-    if len(found) == 1:
+    # The last loss and random states lie as tensors beside the model's dict.
+    if len(found) == 1 and not any(may_be_weight(item.shape, item.dtype_name) for item in beside):
         return found[0]
+    if beside:
+        return None
     raise UnsupportedCheckpointError(
         "a torch file that is not a model's state dict",
         file=path,
@@ -127,12 +131,5 @@ def _left_out(key: str, value: object, weights: set[int], reasons: Mapping[str, 
 def _tensors(value: object) -> Iterator[LazyTensor]:
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, LazyTensor):
-                yield item
-            elif isinstance(item, Mapping):
-                inner.extend(item.values())
-            elif isinstance(item, (list, tuple)):
-                inner.extend(item)
-        level = inner
+        yield from (item for item in level if isinstance(item, LazyTensor))
+        level = list({id(inner): inner for item in level for inner in children(item)}.values())

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import cast
 
 from ckptflow.dtypes import DTYPES, DType
 from ckptflow.errors import CorruptFileError, InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.manifest import LeftOut
-from ckptflow.tensors import SourceFile, TensorSource, whole
-from ckptflow.torchfiles import DTensor, LazyStorage, LazyTensor, MetaTensor, ShardedTensor
+from ckptflow.tensors import Shape, SourceFile, TensorSource, whole
+from ckptflow.torchfiles import (
+    DTensor,
+    LazyStorage,
+    LazyTensor,
+    MetaTensor,
+    ShardedTensor,
+    Stub,
+    stub_name,
+    unsupported_tensor_kind,
+)
 
 AnyTensor = LazyTensor | MetaTensor | DTensor | ShardedTensor
 TENSOR_TYPES = (LazyTensor, MetaTensor, DTensor, ShardedTensor)
@@ -23,7 +33,8 @@ def state_dict_entries(value: object, path: str) -> tuple[dict[str, AnyTensor], 
 
     Raises:
         CorruptFileError: the file holds something else than a dict of names.
-        UnsupportedCheckpointError: tensors lie deeper than the first level: not a state dict but a whole checkpoint.
+        UnsupportedCheckpointError: tensors lie deeper than the first level: not a state dict but a whole checkpoint; or
+            one is sparse, quantized or of a class that computes its values.
     """
     if not isinstance(value, Mapping):
         raise CorruptFileError("the file holds no state dict", file=path, expected="a dict", found=type(value).__name__)
@@ -34,6 +45,8 @@ def state_dict_entries(value: object, path: str) -> tuple[dict[str, AnyTensor], 
             raise CorruptFileError("a name in a state dict is no string", file=path, found=repr(name))
         if isinstance(item, TENSOR_TYPES):
             tensors[name] = item
+        elif isinstance(item, Stub) and (kind := _kind_of_tensor(item)) is not None:
+            raise _not_plain(name, kind, path)
         elif holds_tensor(item):
             raise UnsupportedCheckpointError(
                 "a nested checkpoint where a flat state dict was expected",
@@ -53,17 +66,32 @@ def holds_tensor(value: object) -> bool:
     for _ in range(MAX_DEPTH):
         if any(isinstance(item, TENSOR_TYPES) for item in level):
             return True
-        level = [inner for item in level for inner in _children(item)]
+        # What is referred to twice is looked at once: lists of lists can name one list billions of times.
+        level = list({id(inner): inner for item in level for inner in children(item)}.values())
         if not level:
             return False
     return True
 
 
-def _children(value: object) -> Iterator[object]:
+def children(value: object) -> Iterator[object]:
+    """What a container, or an object of a class that is not known, holds; nothing for anything else."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
+    elif isinstance(value, Stub):
+        yield from (value.args, value.kwargs, value.state, value.items, value.mapping)
+
+
+def _kind_of_tensor(value: Stub) -> str | None:
+    """What kind of tensor a stub stands for, such as ``sparse`` or its class; None where it is none."""
+    return unsupported_tensor_kind(value) or (stub_name(value) if holds_tensor(value) else None)
+
+
+def _not_plain(fqn: str, kind: str, path: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "the bytes of a tensor are not its values", file=path, tensor=fqn, found=kind, fix="save it as a plain tensor"
+    )
 
 
 def plain_tensor(fqn: str, tensor: AnyTensor, path: str) -> LazyTensor:
@@ -85,13 +113,7 @@ def plain_tensor(fqn: str, tensor: AnyTensor, path: str) -> LazyTensor:
             fix="name the directory that holds all ranks' files",
         )
     if tensor.conj or tensor.neg or tensor.subclass is not None:
-        raise UnsupportedCheckpointError(
-            "the bytes of a tensor are not its values",
-            file=path,
-            tensor=fqn,
-            found=tensor.subclass or "conjugate or negative view",
-            fix="save it as a plain tensor",
-        )
+        raise _not_plain(fqn, tensor.subclass or "conjugate or negative view", path)
     return tensor
 
 
@@ -107,6 +129,12 @@ def dtype_of(fqn: str, name: str, path: str) -> DType:
             "unknown tensor dtype", file=path, tensor=fqn, expected=", ".join(DTYPES), found=name
         )
     return dtype
+
+
+def may_be_weight(shape: Shape, dtype_name: str) -> bool:
+    """Not a counter, a metric, or the bytes and indices of random generators and samplers."""
+    dtype = DTYPES.get(dtype_name.removeprefix("torch."))
+    return prod(shape) > 1 and (len(shape) > 1 or dtype is None or dtype.kind not in ("int", "bool"))
 
 
 def source_of(fqn: str, tensor: AnyTensor, file: SourceFile) -> TensorSource:
