@@ -30,6 +30,17 @@ def test_a_whole_step_is_complete_and_one_with_a_missing_shard_is_not(tmp_path: 
     assert "model-00002-of-00002.safetensors" in found[20].reason
 
 
+def test_a_model_that_was_made_of_a_checkpoint_is_none_unless_it_is_named(tmp_path: Path) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-10")
+    model = hf_step(tmp_path / "models" / "run" / "step-10")
+    (model / "ckptflow.json").write_text("{}")
+    hf_step(model / "checkpoint-500")  # a training that began with the model and saves into its directory
+    assert [f.location.path.name for f in discover([tmp_path])] == ["checkpoint-500", "checkpoint-10"]
+    assert [f.location.path for f in discover([model])] == [model]
+    assert locate(tmp_path / "run").path.name == "checkpoint-10"
+    assert locate(model).path == model
+
+
 def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
     for step in (9000, 10000, 900):
         hf_step(tmp_path / f"step_{step}")

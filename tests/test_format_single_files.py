@@ -20,6 +20,7 @@ from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import check, locate, read
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.transforms.prefix import NOT_IN_MODEL, without_wrapper_prefix
+from ckptflow.validate.skeleton import describe_model
 from reading import read_source
 
 TINY_LLAMA = {
@@ -114,6 +115,65 @@ def test_the_prefix_comes_from_the_config_and_other_tensors_are_left_out(tmp_pat
     assert [entry.name for entry in manifest.left_out if entry.reason == NOT_IN_MODEL] == ["ema_count"]
 
 
+def test_a_wrappers_own_tensors_do_not_hide_its_prefix_in_a_single_file(tmp_path: Path) -> None:
+    weights = llama()
+    wrapped = {**{f"lm.{name}": t for name, t in weights.items()}, "loss.weight": torch.ones(3)}
+    torch.save({"state_dict": wrapped}, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    manifest = without_wrapper_prefix(open_at(tmp_path / "model.pt"))
+    assert values(manifest) == raw(weights)
+    assert [entry.name for entry in manifest.left_out] == ["loss.weight"]
+
+
+def test_two_models_in_one_state_dict_are_refused(tmp_path: Path) -> None:
+    both = {f"{part}.{name}": t for part in ("student", "teacher") for name, t in llama().items()}
+    torch.save(both, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    with pytest.raises(InconsistentCheckpointError, match="several prefixes"):
+        without_wrapper_prefix(open_at(tmp_path / "model.pt"))
+
+
+def test_a_single_file_of_another_kind_of_model_keeps_its_names(tmp_path: Path) -> None:
+    weights = {**llama(), "v_head.weight": torch.ones(1, 8)}
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    torch.save(weights, tmp_path / "model.pt")
+    assert values(without_wrapper_prefix(open_at(tmp_path / "model.pt"))) == raw(weights)
+    del weights["lm_head.weight"]
+    torch.save(weights, tmp_path / "model.pt")
+    manifest = without_wrapper_prefix(open_at(tmp_path / "model.pt"))
+    assert values(manifest) == raw(weights)
+    assert any("lm_head.weight, which is not here" in note for note in manifest.notes)
+
+
+@pytest.mark.parametrize("lightning", [True, False])
+def test_a_model_that_peft_wrapped_is_unwrapped_by_peft_s_names(tmp_path: Path, lightning: bool) -> None:
+    """A config beside the file tells the base model's names, which these are not."""
+    weights = {f"base_model.model.{name}": t for name, t in llama().items()}
+    query = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights[f"{query}.base_layer.weight"] = weights.pop(f"{query}.weight")
+    weights |= {f"{query}.lora_A.default.weight": torch.ones(2, 8), f"{query}.lora_B.default.weight": torch.ones(8, 2)}
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    if lightning:
+        others = {"loss.weight": torch.ones(3)}
+        write_lightning(tmp_path / "last.ckpt", {**others, **{f"net.{name}": t for name, t in weights.items()}})
+    else:
+        torch.save(weights, tmp_path / "model.pt")
+    manifest = without_wrapper_prefix(open_at(tmp_path / ("last.ckpt" if lightning else "model.pt")))
+    assert values(manifest) == raw(weights)
+    assert manifest.adapter is not None
+    assert [entry.name for entry in manifest.left_out if "PEFT" in entry.reason] == ["loss.weight"] * lightning
+
+
+def test_the_prefix_may_stand_before_the_names_that_the_model_has_in_memory(tmp_path: Path) -> None:
+    mixtral = {**TINY_LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    live = describe_model(tmp_path).live_shapes
+    assert live, "transformers stacks experts in memory only"
+    weights = {name: torch.randn(shape) for name, shape in live.items()}
+    write_lightning(tmp_path / "last.ckpt", {f"model.{name}": tensor for name, tensor in weights.items()})
+    assert values(without_wrapper_prefix(open_at(tmp_path / "last.ckpt"))) == raw(weights)
+
+
 def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
     weights = {**llama(), "lm_head.weight": torch.ones(21, 8)}
     write_lightning(tmp_path / "last.ckpt", {f"model.{name}": t for name, t in weights.items()})
@@ -154,6 +214,32 @@ def test_two_state_dicts_in_one_file_are_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.ones(2)}}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedCheckpointError, match="under model, state_dict"):
         open_at(tmp_path / "x.pt")
+
+
+def test_the_last_loss_and_random_states_lie_beside_the_model(tmp_path: Path) -> None:
+    weights = {"a.w": torch.randn(3), "b.w": torch.randn(2, 2)}
+    beside = {"loss": torch.tensor(0.5), "rng": torch.arange(9, dtype=torch.uint8)}
+    torch.save({"model_state_dict": weights, "optimizer_state_dict": {"state": {}}, **beside}, tmp_path / "x.pt")
+    manifest = open_at(tmp_path / "x.pt")
+    assert values(manifest) == raw(weights)
+    assert {"loss", "rng"} < {entry.name for entry in manifest.left_out}
+
+
+def test_an_array_beside_the_model_that_may_have_been_trained_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "log_std": torch.zeros(3)}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="nested"):
+        open_at(tmp_path / "x.pt")
+
+
+@pytest.mark.timeout(60)
+def test_lists_that_name_one_list_billions_of_times_take_no_time(tmp_path: Path) -> None:
+    laughs: list[object] = []
+    for _ in range(31):
+        laughs = [laughs, laughs]
+    torch.save({"w": torch.ones(2), "laughs": laughs}, tmp_path / "flat.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "laughs": laughs}, tmp_path / "beside.pt")
+    for name in ("flat.pt", "beside.pt"):
+        assert list(open_at(tmp_path / name).tensors) == ["w"]
 
 
 def test_an_optimizers_file_is_not_a_model(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ckptflow.manifest import AdapterSpec, CheckpointManifest
 from ckptflow.plan import ConsolidationPlan, plan_from_manifest
 from ckptflow.transforms.lora import export_adapter, fold_lora
 from ckptflow.transforms.lora_config import expected_rank, scale_of
-from peft_models import save_apart, save_wrapped, tiny, trained
+from peft_models import save_apart, save_without_frozen, save_wrapped, tiny, trained
 from rank_writer import rank_name
 from reading import folded_values, read_source
 
@@ -67,7 +67,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*invalid shape:peft.utils.warning.PeftWarning")  # PEFT's own lora_bias
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("save", [save_apart, save_wrapped])
+@pytest.mark.parametrize("save", [save_apart, save_wrapped, save_without_frozen])
 def test_adapters_fold_to_what_peft_merges(
     tmp_path: Path, options: dict[str, Any], save: Callable[[PeftModel, Path], Path]
 ) -> None:
@@ -107,8 +107,11 @@ def test_an_exported_adapter_is_what_peft_writes(tmp_path: Path, options: dict[s
     assert config["r"] == model.peft_config["default"].r
 
 
-def test_an_adapter_without_its_base_is_refused_for_folding_and_can_be_exported(tmp_path: Path) -> None:
-    adapter = save_apart(trained(), tmp_path)
+@pytest.mark.parametrize("save", [save_apart, save_without_frozen])
+def test_an_adapter_without_its_base_is_refused_for_folding_and_can_be_exported(
+    tmp_path: Path, save: Callable[[PeftModel, Path], Path]
+) -> None:
+    adapter = save(trained(), tmp_path)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match="without its base model") as error:
         folded(adapter)
@@ -130,6 +133,22 @@ def test_a_base_model_is_only_looked_for_beside_the_adapter(tmp_path: Path, name
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": name}))
     assert all(fqn.startswith("base_model.model.") for fqn in manifest_of(adapter).tensors)
+
+
+@pytest.mark.parametrize("tying", [True, False])
+def test_a_head_that_peft_keeps_tied_may_be_missing_in_the_base(tmp_path: Path, tying: bool) -> None:
+    adapter = save_apart(trained(modules_to_save=["embed"]), tmp_path)
+    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    saved = load_file(weights)
+    embed = saved["base_model.model.embed.weight"]
+    save_file({**saved, "base_model.model.lm_head.weight": embed.clone()}, weights)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "ensure_weight_tying": tying}))
+    if not tying:
+        with pytest.raises(InconsistentCheckpointError, match="doesn't have"):
+            folded(adapter)
+        return
+    [head] = [tensor for tensor in folded(adapter).tensors if tensor.fqn == "lm_head.weight"]
+    assert read_source(head.source).tolist() == embed.tolist()
 
 
 def test_unknown_alpha_is_refused_until_given(tmp_path: Path) -> None:

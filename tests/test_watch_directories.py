@@ -52,6 +52,15 @@ def test_a_complete_step_is_given_once(tmp_path: Path, watcher: Watcher) -> None
     assert watcher.look_at([tmp_path / "run" / "checkpoint-10" / "config.json"]) == []
 
 
+def test_a_model_that_is_published_below_a_root_is_not_given(tmp_path: Path, watcher: Watcher, clock: Clock) -> None:
+    model = hf_step(tmp_path / "models" / "step-10")
+    (model / "ckptflow.json").write_text("{}")
+    assert watcher.look_everywhere() == []
+    assert watcher.look_at([model / "ckptflow.json"]) == []
+    make_old(model, 60)
+    assert steps(Watcher([model], settle_seconds=30, clock=clock).look_everywhere()) == [10]
+
+
 def test_steps_come_in_order_with_their_bytes(tmp_path: Path, watcher: Watcher) -> None:
     for step in (100, 20, 3):
         hf_step(tmp_path / "run" / f"checkpoint-{step}")
@@ -150,8 +159,8 @@ def test_two_thousand_unchanged_steps_are_listed_and_not_parsed_again(
         shutil.copytree(first, first.with_name(f"checkpoint-{step}"))
     assert len(watcher.look_everywhere()) == 2000
     looked_into: list[Path] = []
-    find_at, judge = watching.find_at, watching.judge
-    monkeypatch.setattr(watching, "find_at", lambda path: looked_into.append(path) or find_at(path))
+    find_at, judge = watcher._find_at, watching.judge
+    monkeypatch.setattr(watcher, "_find_at", lambda path: looked_into.append(path) or find_at(path))
     monkeypatch.setattr(watching, "judge", lambda at, *rest: looked_into.append(at.path) or judge(at, *rest))
     started = time.monotonic()
     assert watcher.look_everywhere() == []

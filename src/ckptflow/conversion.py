@@ -171,7 +171,7 @@ def _side_content(
         side = dict(side_files(config_dir, Path("/") if named else location.root))
     if manifest.adapter is not None and manifest.adapter.separate and request.config_dir is None:
         # Tokens that were added while the adapter was trained stand in the tokenizer beside it, not in the base's.
-        own = dict(side_files(manifest.path, location.root))
+        own = dict(side_files(location.root, location.root))
         side.update({name: data for name, data in own.items() if name not in MODEL_CONFIGS})
     if adapter_files:
         return {name: data for name, data in side.items() if name not in MODEL_CONFIGS} | dict(adapter_files)

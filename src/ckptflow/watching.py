@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptflow.changes import Changes
 from ckptflow.discover import FoundCheckpoint, by_step, judge
 from ckptflow.formats.base import Location
-from ckptflow.formats.registry import MAX_DEPTH, STEP_NAME, UNFINISHED_NAME, find_at, natural_key
+from ckptflow.formats.registry import MAX_DEPTH, STEP_NAME, UNFINISHED_NAME, find_at, find_unnamed, natural_key
 
 # inotify tells of each write, so that a short silence means something. On a network file system sizes and times are
 # seen late, by up to the minute that clients cache attributes.
@@ -131,11 +131,14 @@ class Watcher:
             return []
         directory, parts = root, unit.relative_to(root).parts
         for part in parts:
-            found = find_at(directory)
+            found = self._find_at(directory)
             if found:
                 return found
             directory = directory / part
         return self._survey(directory, MAX_DEPTH - len(parts), seen) if directory.is_dir() else find_at(directory)
+
+    def _find_at(self, directory: Path) -> list[Location]:
+        return find_at(directory) if directory in self._roots else find_unnamed(directory)
 
     def _survey(self, directory: Path, depth: int, seen: dict[str, Signature]) -> list[Location]:
         tree = _read_tree(str(directory), seen)
@@ -146,7 +149,7 @@ class Watcher:
         known = self._found.get(directory.path)
         if known is not None and known[0] == directory.signature:
             return known[1]
-        locations = tuple(find_at(Path(directory.path)))
+        locations = tuple(self._find_at(Path(directory.path)))
         if not locations and depth > 0:
             locations = tuple(found for child in directory.children for found in self._find(child, depth - 1))
         self._found[directory.path] = (directory.signature, locations)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from deepspeed_writer import write_zero2
 from rank_writer import rank_name
 
 
@@ -65,3 +66,11 @@ def save_wrapped(model: PeftModel, directory: Path) -> Path:
     torch.save(model.state_dict(), directory / rank_name(1, 0))
     model.peft_config["default"].save_pretrained(directory / "lora_adapter")
     return directory
+
+
+def save_without_frozen(model: PeftModel, directory: Path) -> Path:
+    """What the Trainer leaves of a run with DeepSpeed: masters of what was trained, beside PEFT's own files."""
+    adapter = save_apart(model, directory)
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    write_zero2(adapter, [trained], 2)
+    return adapter

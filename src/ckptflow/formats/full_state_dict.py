@@ -55,6 +55,7 @@ class FullStateDict:
         key = choose_key(top, MODEL_KEYS, file.path)
         held = read_state_dict(file, torch, top, key, _REASONS)
         adapter, adapter_notes = adapter_spec(held.tensors, location.path.parent / CONFIG_NAME, location.root)
+        config_dir = options.config_dir or find_config_dir(location.path.parent, location.root)
         return CheckpointManifest(
             layout=self.layout,
             path=location.path,
@@ -65,8 +66,8 @@ class FullStateDict:
             files=(held.file,),
             storage_bytes=held.storage_bytes,
             wasted_bytes=held.wasted_bytes,
-            config_dir=options.config_dir or find_config_dir(location.path.parent, location.root),
-            wrapped=share_first_part([*held.tensors, *held.ties]),
+            config_dir=config_dir,
+            wrapped=adapter is None and (config_dir is not None or share_first_part([*held.tensors, *held.ties])),
             adapter=adapter,
             notes=(
                 *(() if key is None else (f"the weights are under {key!r} in the file",)),

@@ -6,15 +6,19 @@ Sharded directories under the same name are DeepSpeed's (``x.ckpt/checkpoint``) 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptflow.errors import UnsupportedCheckpointError
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir
 from ckptflow.formats.files import list_names
-from ckptflow.formats.nested_state_dict import open_mapping, read_state_dict
+from ckptflow.formats.nested_state_dict import StateDictFile, open_mapping, read_state_dict
+from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
 from ckptflow.formats.verdicts import check_whole_file
-from ckptflow.manifest import CheckpointManifest
+from ckptflow.manifest import AdapterSpec, CheckpointManifest, LeftOut
+from ckptflow.transforms.fqn import PEFT_PREFIX, is_peft_name
 
 SUFFIX = ".ckpt"
 STATE_DICT, VERSION = "state_dict", "pytorch-lightning_version"
@@ -60,21 +64,52 @@ class LightningCheckpoint:
             )
         held = read_state_dict(file, torch, top, STATE_DICT, _REASONS)
         step, version, folder = top.get("global_step"), top.get(VERSION), location.path.parent
+        inner, adapter, adapter_notes = _behind_peft(held, folder, location.root)
         return CheckpointManifest(
             layout=self.layout,
             path=location.path,
             global_step=step if type(step) is int else location.global_step,
-            tensors=held.tensors,
-            ties=held.ties,
-            left_out=held.left_out,
+            tensors=inner.tensors,
+            ties=inner.ties,
+            left_out=inner.left_out,
             files=(held.file,),
             storage_bytes=held.storage_bytes,
             wasted_bytes=held.wasted_bytes,
             # Trainers keep config.json beside the files, or beside the directory checkpoints/ that holds them.
             config_dir=options.config_dir or find_config_dir(folder, folder.parent),
-            wrapped=True,
-            notes=(*((f"Lightning {version}",) if isinstance(version, str) else ()), *held.notes),
+            wrapped=adapter is None,
+            adapter=adapter,
+            notes=(*((f"Lightning {version}",) if isinstance(version, str) else ()), *adapter_notes, *held.notes),
         )
+
+
+def _behind_peft(
+    held: StateDictFile, folder: Path, root: Path
+) -> tuple[StateDictFile, AdapterSpec | None, Sequence[str]]:
+    """The model that PEFT wrapped without the attribute that holds it; its names tell where that is, no config does."""
+    names = [*held.tensors, *held.ties]
+    before = {name.partition(PEFT_PREFIX)[0] for name in names if PEFT_PREFIX in name}
+    attribute = min(before, default="")
+    if len(before) != 1 or attribute[-1:] not in ("", ".") or not any(map(is_peft_name, names)):
+        return held, None, ()
+    tensors = {name: held.tensors[held.ties.get(name, name)] for name in names}
+    inside = {name: name.removeprefix(attribute) for name in names if name.startswith(attribute + PEFT_PREFIX)}
+    ties = {inside[a]: inside[o] for a, o in held.ties.items() if a in inside and o in inside}
+    inner = replace(
+        held,
+        tensors={short: tensors[name] for name, short in inside.items() if short not in ties},
+        ties=ties,
+        left_out=(
+            *held.left_out,
+            *(
+                LeftOut(name=name, reason="not part of the model that PEFT wrapped", nbytes=source.nbytes)
+                for name, source in held.tensors.items()
+                if name not in inside
+            ),
+        ),
+    )
+    adapter, notes = adapter_spec(inner.tensors, folder / CONFIG_NAME, root)
+    return inner, adapter, notes
 
 
 def _is_torch_file(path: Path) -> bool:

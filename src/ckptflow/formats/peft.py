@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptflow.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    InconsistentCheckpointError,
-    NotACheckpointError,
-    UnsupportedCheckpointError,
-)
+from ckptflow.errors import CheckpointError, IncompleteCheckpointError, UnsupportedCheckpointError
 from ckptflow.formats.base import Completeness, Location, ReadOptions
+from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.files import list_names
 from ckptflow.formats.huggingface import (
     TRAINER_STATE,
@@ -22,13 +15,14 @@ from ckptflow.formats.huggingface import (
     config_directory,
     unfinished_trainer_save,
 )
+from ckptflow.formats.peft_base import join_base
 from ckptflow.formats.peft_config import CONFIG_NAME, read_adapter_config
 from ckptflow.formats.torch_tensors import refuse_placeholders
 from ckptflow.formats.weight_sets import left_out_files, weight_sets
 from ckptflow.manifest import AdapterSpec, CheckpointManifest
 from ckptflow.tensors import TensorSource
 from ckptflow.transforms.fqn import PEFT_PREFIX
-from ckptflow.transforms.lora_config import check_base_unchanged, check_supported
+from ckptflow.transforms.lora_config import check_supported
 from ckptflow.transforms.lora_parts import refuse_empty
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -46,6 +40,8 @@ class PeftAdapter:
         names = list_names(path)
         if not {CONFIG_NAME, *WEIGHTS} & set(names) or weight_sets(names):
             return []
+        if not set(WEIGHTS) & set(names) and DcpDirectory().find(path):
+            return []  # LoRA in a sharded checkpoint, with what the trainer was told about it
         return [Location(layout=self.layout, path=path, root=path)]
 
     def check(self, location: Location) -> Completeness:
@@ -81,11 +77,7 @@ class PeftAdapter:
             config_dir=config_directory(location.path, options),
             adapter=spec,
         )
-        base_dir = _base_directory(location, config, options)
-        if base_dir is None:
-            return alone
-        check_base_unchanged(config, config_path)
-        return _with_base(alone, _read_base(base_dir), options)
+        return join_base(alone, spec, options)
 
 
 def _adapter_tensors(location: Location) -> CheckpointManifest:
@@ -109,52 +101,3 @@ def _adapter_tensors(location: Location) -> CheckpointManifest:
     # A tensor under two names is two tensors of the adapter: PEFT loads each by its name.
     tied: dict[str, TensorSource] = {alias: manifest.tensors[owner] for alias, owner in manifest.ties.items()}
     return replace(manifest, tensors={**manifest.tensors, **tied}, ties={}, adapter=None, notes=())
-
-
-def _base_directory(location: Location, config: Mapping[str, object], options: ReadOptions) -> Path | None:
-    """The base model that a person named, or a directory beside the adapter; never a download."""
-    if options.base_model is not None:
-        return options.base_model
-    named = config.get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
-        return None
-    parent = location.path.parent
-    candidate = Path(os.path.realpath(parent / named))
-    inside = candidate.is_relative_to(os.path.realpath(parent)) and candidate != location.path
-    return candidate if not os.path.isabs(named) and inside and weight_sets(list_names(candidate)) else None
-
-
-def _read_base(directory: Path) -> CheckpointManifest:
-    found = _FILES.find(Path(os.path.abspath(directory)))
-    if not found:
-        raise NotACheckpointError(
-            "the base model is not a Hugging Face model directory",
-            file=directory,
-            fix="name a directory with config.json and model.safetensors with --base-model",
-        )
-    base = _FILES.read(found[0], ReadOptions())
-    if base.adapter is not None:
-        raise UnsupportedCheckpointError(
-            "the base model holds an adapter itself", file=directory, fix="merge that one first"
-        )
-    return base
-
-
-def _with_base(alone: CheckpointManifest, base: CheckpointManifest, options: ReadOptions) -> CheckpointManifest:
-    both = set(alone.tensors) & set(base.tensors)
-    if both:
-        raise InconsistentCheckpointError(
-            "adapter and base model have a tensor of one name", file=base.path, tensor=min(both)
-        )
-    return replace(
-        alone,
-        tensors={**base.tensors, **alone.tensors},
-        ties=base.ties,
-        equal=base.equal,
-        left_out=(*base.left_out, *alone.left_out),
-        files=(*base.files, *alone.files),
-        storage_bytes=base.storage_bytes + alone.storage_bytes,
-        wasted_bytes=base.wasted_bytes + alone.wasted_bytes,
-        config_dir=options.config_dir or base.config_dir,
-        notes=(*base.notes, *alone.notes, f"base model: {base.path}"),
-    )

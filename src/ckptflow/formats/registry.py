@@ -25,8 +25,10 @@ from ckptflow.formats.megatron_dist import MegatronDistCheckpoint
 from ckptflow.formats.megatron_legacy import MegatronLegacyCheckpoint
 from ckptflow.formats.mxnet import MXNetParams
 from ckptflow.formats.peft import PeftAdapter
+from ckptflow.formats.peft_base import with_base_model
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.output.record import RECORD_NAME
 
 FORMATS: tuple[Format, ...] = (
     FsdpRankFiles(),
@@ -78,21 +80,27 @@ def find_below(root: Path, depth: int = MAX_DEPTH) -> Iterator[Location]:
     """All checkpoints at or below ``root``, down to ``depth`` directories; a checkpoint's inside is not searched.
 
     Directories under unfinished names (``tmp-checkpoint-5``, dot directories) are skipped; ones that vanish
-    meanwhile too.
+    meanwhile too. A model that ckptflow made is a checkpoint only where it is named itself.
     """
     found = find_at(root)
-    if found:
-        yield from found
-        return
+    yield from found or _find_inside(root, depth)
+
+
+def _find_inside(directory: Path, depth: int) -> Iterator[Location]:
     if depth == 0:
         return
     try:
-        with os.scandir(root) as entries:
+        with os.scandir(directory) as entries:
             names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not UNFINISHED_NAME.search(e.name)]
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in sorted(names, key=natural_key):
-        yield from find_below(root / name, depth - 1)
+        yield from find_unnamed(directory / name) or _find_inside(directory / name, depth - 1)
+
+
+def find_unnamed(path: Path) -> list[Location]:
+    """As ``find_at``, of what nobody named: what ckptflow made of a checkpoint is none, or it would be made again."""
+    return [] if (path / RECORD_NAME).is_file() else find_at(path)
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
@@ -158,7 +166,7 @@ def read(location: Location, options: ReadOptions) -> CheckpointManifest:
     """
     try:
         with without_gc():
-            manifest = format_of(location.layout).read(location, options)
+            manifest = with_base_model(format_of(location.layout).read(location, options), options)
         return replace(manifest, notes=(*manifest.notes, *zero_tail_notes(manifest.files)))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise IncompleteCheckpointError("a file vanished while it was read", file=error.filename) from error

@@ -86,8 +86,9 @@ def _with_saved_modules(wrapped: WrappedPlan, spec: AdapterSpec) -> tuple[dict[s
             )
         left_out.append(_replaced(tensor))
     for fqn, tensor in wrapped.saved.items():
+        # With ensure_weight_tying PEFT trains and saves the tied head, too, which files of the base model don't hold.
         old = tensors.get(fqn) or wrapped.originals.get(fqn)
-        if old is None and not _is_listed(fqn, spec.config):
+        if old is None and not _is_listed(fqn, spec.config) and not spec.config.get("ensure_weight_tying"):
             raise InconsistentCheckpointError(
                 "the adapter replaces a tensor that the base model doesn't have",
                 tensor=tensor.fqn,

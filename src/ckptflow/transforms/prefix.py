@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptflow.errors import InconsistentCheckpointError, UsageError
 from ckptflow.manifest import CheckpointManifest, LeftOut
 from ckptflow.tensors import Shape
 
+if TYPE_CHECKING:
+    from ckptflow.validate.skeleton import Skeleton
+
 NOT_IN_MODEL = "not part of the model that config.json describes"
+
+
+class _NothingFitsError(InconsistentCheckpointError):
+    """There is no whole model under any prefix."""
 
 
 def find_prefix(
@@ -48,7 +56,7 @@ def find_prefix(
         )
     best = votes.most_common(1)[0][0] if votes else ""
     missing = next((n for n, shape in needed.items() if fqns.get(best + n) != shape), "")
-    raise InconsistentCheckpointError(
+    raise _NothingFitsError(
         "the tensors are not those of the model that config.json describes, under any prefix",
         tensor=best + missing,
         expected=f"{missing} of shape {list(needed.get(missing, ()))}, after a prefix that all names share",
@@ -91,8 +99,31 @@ def without_wrapper_prefix(manifest: CheckpointManifest) -> CheckpointManifest:
         return replace(manifest, notes=(*manifest.notes, f"names are kept as they are: {skeleton.unavailable}"))
     shapes = {fqn: source.shape for fqn, source in manifest.tensors.items()}
     shapes |= {alias: shapes[owner] for alias, owner in manifest.ties.items() if owner in shapes}
-    prefix = find_prefix(shapes, skeleton.shapes, frozenset(skeleton.tied))
-    return _renamed(manifest, prefix, {*skeleton.shapes, *skeleton.tied})
+    # A file that was named by its path may hold a model of another kind, such as a critic with a head of its own.
+    named = manifest.layout == "full-state-dict" and not share_first_part(shapes)
+    try:
+        prefix, model = _find_model(shapes, skeleton)
+    except _NothingFitsError as error:
+        if not named:
+            raise
+        note = f"names are kept as they are, but config.json describes a model with {error.tensor}, which is not here"
+        return replace(manifest, notes=(*manifest.notes, note))
+    return manifest if named and not prefix else _renamed(manifest, prefix, {*model, *skeleton.tied})
+
+
+def _find_model(shapes: Mapping[str, Shape], skeleton: Skeleton) -> tuple[str, Mapping[str, Shape]]:
+    """The prefix, and the names and shapes of the model behind it."""
+    tied = frozenset(skeleton.tied)
+    try:
+        return find_prefix(shapes, skeleton.shapes, tied), skeleton.shapes
+    except _NothingFitsError as refused:
+        # Trainers save the names in memory, which some models have others of than in files.
+        if not skeleton.live_shapes:
+            raise
+        try:
+            return find_prefix(shapes, skeleton.live_shapes, tied), skeleton.live_shapes
+        except _NothingFitsError:
+            raise refused from None
 
 
 def _without_config(manifest: CheckpointManifest) -> CheckpointManifest:

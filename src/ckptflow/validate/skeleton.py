@@ -50,6 +50,7 @@ class Skeleton:
         architecture: the transformers class.
         shapes: names as ``save_pretrained`` writes them → shapes; empty where ``unavailable``.
         live_names: names in the living module, which may differ from those in files.
+        live_shapes: the same with their shapes, where they do differ.
         buffers: the names in ``live_names`` that are persistent buffers.
         tied: alias → owner, in names of the living module.
         unavailable: why the model can't be built, for people; None where it was.
@@ -61,6 +62,7 @@ class Skeleton:
     architecture: str = ""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     live_names: frozenset[str] = frozenset()
+    live_shapes: Mapping[str, Shape] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     unavailable: str | None = None
@@ -114,6 +116,7 @@ def _from_json(answer: Mapping[str, Any]) -> Skeleton:
         architecture=answer.get("architecture", ""),
         shapes={name: tuple(shape) for name, shape in answer.get("shapes", {}).items()},
         live_names=frozenset(answer.get("live_names", ())),
+        live_shapes={name: tuple(shape) for name, shape in answer.get("live_shapes", {}).items()},
         buffers=frozenset(answer.get("buffers", ())),
         tied=answer.get("tied", {}),
         unavailable=answer.get("unavailable"),

@@ -46,10 +46,12 @@ def describe(config_dir: Path, tensors: Mapping[str, Any] | None) -> dict[str, A
     if remote:
         notes.append("config.json names remote code; the class that ships with transformers was taken instead")
     live = model.state_dict()
+    saved = as_saved(model, live)
     answer = {
         "architecture": model_class.__name__,
-        "shapes": {name: list(tensor.shape) for name, tensor in as_saved(model, live).items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in saved.items()},
         "live_names": list(live),
+        "live_shapes": {name: list(tensor.shape) for name, tensor in live.items()} if list(saved) != list(live) else {},
         "buffers": [name for name, _ in model.named_buffers() if name in live],
         "tied": ties_of(model),
         "notes": notes,
