@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ckptflow.errors import (
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import locate
 from deepspeed_reading import FORMAT, assert_holds, differing, read
-from deepspeed_writer import model_states, optim_states, parameters, write_zero2, write_zero3
+from deepspeed_writer import model_states, optim_states, parameters, partitions, write_zero2, write_zero3
 
 ODD = {"embed.weight": (7, 3), "layer.weight": (5, 2, 3), "layer.bias": (5,), "scale": (), "norm.weight": (13,)}
 
@@ -83,6 +84,17 @@ def test_bf16_optimizer_files_without_a_stage_are_read(tmp_path: Path) -> None:
         del state["optimizer_state_dict"]["zero_stage"], state["optimizer_state_dict"]["loss_scaler"]
         del state["optimizer_state_dict"]["param_slice_mappings"]
         torch.save(state, path)
+    assert_holds(read(tmp_path), merged(groups))
+
+
+def test_padding_that_bf16_optimizer_tells_and_keeps_is_no_part_of_the_parameters(tmp_path: Path) -> None:
+    groups = two_groups()
+    folder = write_zero2(tmp_path, groups, 3, lean=False)
+    for rank, path in enumerate(sorted(folder.glob("*optim_states.pt"))):
+        paddings = [partitions(group, 3) for group in groups]
+        told = [sum(map(len, slices)) - used if rank == 2 else 0 for slices, used in paddings]
+        assert rank < 2 or any(told)
+        optim_states(path, rank, groups, world=3, lean=False, group_paddings=told)
     assert_holds(read(tmp_path), merged(groups))
 
 
@@ -260,6 +272,17 @@ def test_ranks_at_different_optimizer_steps_are_refused(tmp_path: Path) -> None:
     folder = write_zero2(tmp_path, two_groups(), 2)
     optim_states(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1, two_groups(), world=2, step=6)
     with pytest.raises(InconsistentCheckpointError, match="optimizer step"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [({"stage": 1}, "zero_stage"), ({"ds_version": "0.14.4"}, "ds_version"), ({"lr": 0.2}, "learning rates")],
+)
+def test_ranks_of_other_runs_at_the_same_step_are_refused(tmp_path: Path, other: dict[str, Any], message: str) -> None:
+    folder = write_zero2(tmp_path, two_groups(), 2)
+    optim_states(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1, two_groups(), world=2, **other)
+    with pytest.raises(InconsistentCheckpointError, match=message):
         read(tmp_path)
 
 

@@ -190,20 +190,31 @@ def test_pipeline_layers_are_joined_without_zero(tmp_path: Path) -> None:
     assert_holds(read(tmp_path), values)
 
 
-def test_pipeline_masters_are_joined_within_their_stage(tmp_path: Path) -> None:
-    values = write_pipeline(tmp_path, zero=True, dtype=torch.bfloat16)
+@pytest.mark.parametrize("named_by_shapes", [True, False], ids=["zero 1", "bf16 optimizer"])
+def test_pipeline_masters_are_joined_within_their_stage(tmp_path: Path, named_by_shapes: bool) -> None:
+    values = write_pipeline(tmp_path, zero=True, dtype=torch.bfloat16, named_by_shapes=named_by_shapes)
     manifest = read(tmp_path)
     assert_holds(manifest, values)
     assert len(manifest.equal) == len(values)
     assert differing(manifest) == []
 
 
-@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(("zero", "named_by_shapes"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_missing_layer_of_a_pipeline_is_noticed(tmp_path: Path, zero: bool, layer: int) -> None:
-    write_pipeline(tmp_path, zero=zero)
+def test_a_missing_layer_of_a_pipeline_is_noticed(
+    tmp_path: Path, zero: bool, named_by_shapes: bool, layer: int
+) -> None:
+    write_pipeline(tmp_path, zero=zero, named_by_shapes=named_by_shapes)
     (tmp_path / "t" / f"layer_{layer:02d}-model_states.pt").unlink()
     with pytest.raises(IncompleteCheckpointError):
+        read(tmp_path)
+
+
+def test_stages_of_different_steps_are_refused(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, zero=False)
+    path = tmp_path / "t" / "mp_rank_01_model_states.pt"
+    torch.save(torch.load(path) | {"global_steps": 8}, path)
+    with pytest.raises(InconsistentCheckpointError, match="disagree on global_steps"):
         read(tmp_path)
 
 

@@ -163,6 +163,77 @@ def test_ranks_that_a_wider_run_left_are_refused(tmp_path: Path) -> None:
         read(out)
 
 
+def test_the_optimizers_of_data_parallel_ranks_have_directories_of_their_own_in_older_saves(tmp_path: Path) -> None:
+    out, hf = write(tmp_path, config_of("llama"), (2, 1, 1))
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        (out / rank / "model_optim_rng.pt").rename(out / rank / "model_rng.pt")
+        for dp in range(2):
+            (out / f"{rank}_{dp:03d}").mkdir()
+            torch.save({"optimizer": torch.ones(5)}, out / f"{rank}_{dp:03d}" / "optim.pt")
+    manifest = read(out)
+    assert_model(manifest, hf)
+    assert "optim.pt" in {entry.name for entry in manifest.left_out}
+
+
+def swap(out: Path, *pairs: tuple[str, str]) -> None:
+    for one, other in pairs:
+        (out / one).rename(out / "between")
+        (out / other).rename(out / one)
+        (out / "between").rename(out / other)
+
+
+def test_swapped_pipeline_stages_are_refused(tmp_path: Path) -> None:
+    out, _ = write(tmp_path, config_of("llama"), (2, 2, 1))
+    swap(out, ("mp_rank_00_000", "mp_rank_00_001"), ("mp_rank_01_000", "mp_rank_01_001"))
+    with pytest.raises(InconsistentCheckpointError, match="not in the model's order"):
+        read(out)
+
+
+@pytest.mark.parametrize("pair", [("mp_rank_00_001", "mp_rank_01_001"), ("mp_rank_00_001", "mp_rank_00_002")])
+def test_a_rank_in_another_ranks_directory_is_refused_where_args_tell_the_rank(
+    tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    out, hf = write(tmp_path, config_of("llama"), (2, 4, 1))
+    for number, name in enumerate(f"mp_rank_{tp:02d}_{pp:03d}" for pp in range(4) for tp in range(2)):
+        edit(out / name, lambda state, rank=3 * number: setattr(state["args"], "rank", rank))
+    assert_model(read(out), hf)
+    swap(out, pair)
+    with pytest.raises(InconsistentCheckpointError, match="saved by another rank"):
+        read(out)
+
+
+def test_what_each_rank_was_told_is_held_against_the_config(tmp_path: Path) -> None:
+    out, _ = write(tmp_path, config_of("llama"), (2, 1, 1))
+    edit(out / "mp_rank_01", lambda state: setattr(state["args"], "num_query_groups", 4))
+    with pytest.raises(InconsistentCheckpointError, match="num_query_groups"):
+        read(out)
+
+
+def test_names_from_before_megatron_core_are_read(tmp_path: Path) -> None:
+    out, hf = write(tmp_path, config_of("llama"))
+    edit(out / "mp_rank_00", lambda state: state.update(model=oldest_names(state["model"])))
+    assert_model(read(out), hf)
+
+
+def oldest_names(model: Tensors) -> dict[str, Any]:
+    """As Megatron-LM named them before its blocks had both self- and cross-attention."""
+    renames = {
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "linear_fc1": "dense_h_to_4h",
+        "linear_fc2": "dense_4h_to_h",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+    layers = {}
+    for name, tensor in model.items():
+        for new, old in renames.items():
+            name = name.replace(new, old)
+        layers[name.removeprefix("decoder.")] = tensor
+    embedding = {"word_embeddings": {"weight": layers.pop("embedding.word_embeddings.weight")}}
+    head = {"weight": layers.pop("output_layer.weight")}
+    return {"language_model": {"embedding": embedding, "transformer": layers, "output_layer": head}}
+
+
 def edit(rank: Path, change: Any) -> None:
     """Load the file that this test wrote, change it, write it back."""
     state = torch.load(rank / "model_optim_rng.pt", weights_only=False)

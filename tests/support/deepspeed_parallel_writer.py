@@ -50,8 +50,13 @@ def write_tensor_parallel(save: Path, values: Mapping[str, Tensor], dp: int, inf
 LAYERS = {0: {"weight": (6, 4)}, 1: {"w": (4, 4), "b": (4,)}, 3: {"w": (4, 4), "b": (4,)}, 4: {"weight": (6, 4)}}
 
 
-def write_pipeline(save: Path, *, zero: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Two stages of two layers each, with ZeRO 1 or without ZeRO; gives what they hold."""
+def write_pipeline(
+    save: Path, *, zero: bool, dtype: torch.dtype = torch.float32, named_by_shapes: bool = True
+) -> dict[str, Tensor]:
+    """Two stages of two layers each, with ZeRO 1 or without ZeRO; gives what they hold.
+
+    With ``zero`` and not ``named_by_shapes`` as BF16_Optimizer does it without ZeRO: fragments alone name parameters.
+    """
     values = {n: parameters(shapes, seed=n) for n, shapes in LAYERS.items()}
     folder = save / "t"
     for stage, layers in enumerate(((0, 1), (3, 4))):
@@ -60,9 +65,9 @@ def write_pipeline(save: Path, *, zero: bool, dtype: torch.dtype = torch.float32
         model_states(
             folder / f"mp_rank_{stage:02d}_model_states.pt",
             None,
-            [named] if zero else None,
+            [named] if zero and named_by_shapes else None,
             world=2 if zero else 1,
-            stage=int(zero),
+            stage=int(zero and named_by_shapes),
             optimizer=optimizer,
             mp_world_size=2,
         )

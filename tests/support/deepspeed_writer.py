@@ -106,6 +106,7 @@ def optim_states(
     recorded: bool = True,
     recorded_as: Sequence[Mapping[str, Tensor]] | None = None,
     step: int = 7,
+    lr: float = 0.1,
     counts: Sequence[int] | None = None,
     cut: int = 0,
     **more: object,
@@ -133,7 +134,7 @@ def optim_states(
                     g: {"step": torch.tensor(float(step)), "exp_avg": torch.full((m.numel(),), torch.nan)}
                     for g, m in enumerate(masters)
                 },
-                "param_groups": [{"lr": 0.1, "params": [g]} for g in range(len(masters))],
+                "param_groups": [{"lr": lr, "params": [g]} for g in range(len(masters))],
             },
             "single_partition_of_fp32_groups": masters,
             "zero_stage": classes["ZeroStageEnum"](stage),

@@ -22,7 +22,8 @@ from ckptflow.formats.deepspeed_files import (
     tag_folders,
 )
 from ckptflow.formats.deepspeed_parallel import join_tensor_parallel
-from ckptflow.formats.deepspeed_pipeline import join_pipeline
+from ckptflow.formats.deepspeed_pipeline import join_pipeline, layer_shapes
+from ckptflow.formats.deepspeed_ranks import mixed_saves
 from ckptflow.formats.deepspeed_states import ModelStates
 from ckptflow.formats.deepspeed_universal import read_universal
 from ckptflow.formats.deepspeed_weights import Weights, read_weights
@@ -94,7 +95,8 @@ def _describe(location: Location, config_dir: Path | None) -> CheckpointManifest
         ranks = [read_universal(files, location.root)]
         tensors, equal = ranks[0].tensors, ranks[0].equal
     else:
-        ranks = [read_weights(files, mp, location.root) for mp in _mp_ranks(files)]
+        layers = layer_shapes(files, location.root)
+        ranks = [read_weights(files, mp, location.root, layers) for mp in _mp_ranks(files)]
         tensors, equal = _join(files, ranks, location.root)
     extra = prove_by_copy_beside(location, tensors, {check.fqn for check in equal})
     adapter, adapter_notes = adapter_spec(tensors, location.root / CONFIG_NAME, location.root)
@@ -186,6 +188,7 @@ def _mp_ranks(files: TagFiles) -> list[int]:
 def _join(files: TagFiles, ranks: Sequence[Weights], root: Path) -> tuple[dict[str, TensorSource], list[EqualSources]]:
     equal = [check for weights in ranks for check in weights.equal]
     for weights in ranks:
+        _check_same_save(ranks[0].model, weights.model)
         wanted = weights.model.number("mp_world_size") or 1
         if wanted > len(ranks) or (wanted < len(ranks) and not files.layers):
             kind = IncompleteCheckpointError if wanted > len(ranks) else InconsistentCheckpointError
@@ -203,6 +206,13 @@ def _join(files: TagFiles, ranks: Sequence[Weights], root: Path) -> tuple[dict[s
     else:
         tensors, more = ranks[0].tensors, []
     return tensors, [*equal, *more]
+
+
+def _check_same_save(first: ModelStates, other: ModelStates) -> None:
+    for key in ("global_steps", "global_samples", "dp_world_size"):
+        expected, found = first.number(key), other.number(key)
+        if None not in (expected, found) and found != expected:
+            raise mixed_saves(key, other.file, expected, found)
 
 
 def _mesh(model: ModelStates, ranks: Sequence[Weights]) -> Mesh | None:

@@ -17,7 +17,7 @@ from ckptflow.formats.files import checked_file
 from ckptflow.formats.own_name import check_own_name
 from ckptflow.formats.torch_tensors import source_of
 from ckptflow.manifest import EqualSources
-from ckptflow.tensors import TensorSource
+from ckptflow.tensors import Shape, TensorSource
 from ckptflow.torchfiles import LazyTensor, open_torch_file
 
 
@@ -64,6 +64,16 @@ def join_pipeline(
                 found=list(check.second.shape),
             )
     return {fqn: masters.get(fqn, source) for fqn, source in layers.items()}, equal
+
+
+def layer_shapes(files: TagFiles, root: Path) -> dict[str, Shape]:
+    """The shape of each tensor in the layer files."""
+    shapes: dict[str, Shape] = {}
+    for (layer, _), name in sorted(files.layers.items()):
+        file = checked_file(files.folder / name, root)
+        tensors = tensors_in(open_torch_file(file.path).value, file, "the layer's weights")
+        shapes |= {f"{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
+    return shapes
 
 
 def _check_masters(
@@ -125,7 +135,9 @@ def _check_counts(files: TagFiles, stages: Sequence[Weights], layers: Mapping[st
             file=files.folder,
             expected=f"{counted} parameters",
             found=f"{len(trained)} in {len(files.layers)} layer files",
-            fix="copy all layer_*-model_states.pt files of this save, and none of another one",
+            fix="copy all layer_*-model_states.pt files of this save, and none of another one; a module that stages "
+            "share lies in one file and is counted in each stage: save such a pipeline with ZeRO 1, and convert it "
+            "with deepspeed.checkpoint.ds_to_universal first",
         )
 
 

@@ -90,6 +90,9 @@ def _check_ranks(optims: Mapping[int, OptimStates], models: Sequence[ModelStates
             raise mixed_saves("param groups", state.file, len(first.masters), len(state.masters))
         if state.steps and first.steps and state.steps != first.steps:
             raise mixed_saves("optimizer step", state.file, first.steps, state.steps)
+        for what, expected in first.common.items():
+            if None not in (expected, state.common[what]) and state.common[what] != expected:
+                raise mixed_saves(what, state.file, expected, state.common[what])
     for model in models:
         for key, expected in (("global_steps", models[0].number("global_steps")), ("dp_world_size", world)):
             if model.number(key) not in (None, expected):

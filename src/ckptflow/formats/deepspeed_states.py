@@ -9,7 +9,7 @@ from typing import cast
 
 from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
 from ckptflow.formats.deepspeed_files import STATE_FILES
-from ckptflow.formats.deepspeed_steps import optimizer_steps
+from ckptflow.formats.deepspeed_steps import common_facts, optimizer_steps
 from ckptflow.formats.files import checked_file
 from ckptflow.formats.own_name import check_own_name
 from ckptflow.formats.torch_tensors import TENSOR_TYPES, dtype_of, plain_tensor
@@ -103,6 +103,7 @@ class OptimStates:
         alignment_paddings: whether single parameters are padded, too.
         fragments: for each group FQN → (start, numel) in this rank's slice; None where not told.
         steps: optimizer steps of all groups, as far as the file tells.
+        common: what all ranks of one save agree on; None where the file doesn't tell.
     """
 
     file: SourceFile
@@ -114,6 +115,7 @@ class OptimStates:
     alignment_paddings: bool
     fragments: tuple[Mapping[str, tuple[int, int]], ...] | None
     steps: tuple[float, ...]
+    common: Mapping[str, object]
 
 
 def read_model_states(path: Path, root: Path) -> ModelStates:
@@ -168,6 +170,7 @@ def read_optim_states(path: Path, root: Path) -> OptimStates:
             expected="single_partition_of_fp32_groups (ZeRO 1, 2) or fp32_flat_groups (ZeRO 3)",
             found=", ".join(map(str, list(state)[:10])),
         )
+    optimizer = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     flat = [item for group in masters for item in (group if isinstance(group, (list, tuple)) else (group,))]
     return OptimStates(
         file=file,
@@ -178,7 +181,8 @@ def read_optim_states(path: Path, root: Path) -> OptimStates:
         paddings=_integers(state.get("group_paddings")),
         alignment_paddings=_any_nonzero(state.get("param_alignment_paddings")),
         fragments=_fragments(state.get("param_slice_mappings")),
-        steps=optimizer_steps(state.get("base_optimizer_state", state.get("optimizer_state_dict"))),
+        steps=optimizer_steps(optimizer),
+        common=common_facts(state, optimizer),
     )
 
 

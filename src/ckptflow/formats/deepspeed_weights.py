@@ -18,7 +18,7 @@ from ckptflow.formats.deepspeed_files import TagFiles
 from ckptflow.formats.deepspeed_masters import name_masters
 from ckptflow.formats.deepspeed_ranks import mixed_saves, read_rank_files
 from ckptflow.formats.deepspeed_states import ModelStates, OptimStates
-from ckptflow.formats.deepspeed_zero import FlatSlice, join_fragments, join_group, join_sharded
+from ckptflow.formats.deepspeed_zero import FlatSlice, join_fragments, join_group, join_sharded, recorded_shapes
 from ckptflow.formats.torch_tensors import dtype_of, shared_windows, source_of, storage_use
 from ckptflow.manifest import EqualSources, LeftOut
 from ckptflow.tensors import Shape, SourceFile, TensorSource
@@ -65,8 +65,10 @@ class Weights:
         self.storage_bytes += sum(storage.nbytes for storage in torch.storages)
 
 
-def read_weights(files: TagFiles, mp: int, root: Path) -> Weights:
-    """Read model-parallel rank ``mp``; weights of pipeline layers are not in it unless ZeRO keeps masters of them.
+def read_weights(files: TagFiles, mp: int, root: Path, layers: Mapping[str, Shape]) -> Weights:
+    """Read model-parallel rank ``mp``; weights of pipeline layers are not in it unless there are masters of them.
+
+    ``layers``: shapes of the pipeline layers' weights, for model states that tell none.
 
     Raises:
         CheckpointError: files are missing, foreign, contradict each other, or say something unknown.
@@ -77,7 +79,8 @@ def read_weights(files: TagFiles, mp: int, root: Path) -> Weights:
         weights.opened(model.file, model.torch)
     weights.copies = expert_copies(files, mp, root, models[0], weights.opened)
     if optims:
-        _add_masters(weights, optims)
+        module = {fqn: tensor.shape for fqn, tensor in (models[0].module or {}).items()}
+        _add_masters(weights, optims, {**module, **layers})
         add_frozen(weights, models, models[0].frozen_shapes, sharded=optims[0].sharded_params)
     _add_module(weights, in_zero=bool(optims))
     _add_left_out(weights, optims, files)
@@ -104,14 +107,10 @@ def _slices(state: OptimStates, model: ModelStates) -> list[FlatSlice]:
     ]
 
 
-def _add_masters(weights: Weights, optims: Sequence[OptimStates]) -> None:
+def _add_masters(weights: Weights, optims: Sequence[OptimStates], known: Mapping[str, Shape]) -> None:
     model, first = weights.model, optims[0]
-    shapes = model.param_shapes
-    if shapes is None:
-        raise InconsistentCheckpointError(
-            "the model states name no parameters", file=model.file.path, expected="param_shapes"
-        )
     ranks = [_slices(state, model) for state in optims]
+    shapes = recorded_shapes(ranks, known) if model.param_shapes is None else model.param_shapes
     for state in optims:
         weights.opened(state.file, state.torch)
     _, weights.wasted_bytes = storage_use(tensor for state in optims for tensor in state.masters)

@@ -7,12 +7,13 @@ elements a rank, the last one padded; a rank's cuts follow each other. As in dee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ckptflow.dtypes import DType
-from ckptflow.errors import CkptflowError, InconsistentCheckpointError
+from ckptflow.errors import CkptflowError, InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.tensors import Piece, Shape, SourceFile, TensorSource, flat_pieces
 
 # nccl_start_alignment_factor in deepspeed/runtime/zero/stage_1_and_2.py: group vectors are padded to 2 x ranks.
@@ -101,12 +102,15 @@ def _even_cuts(shapes: Mapping[str, Shape], slices: Sequence[FlatSlice]) -> _Cut
 def _slice_size(wanted: int, slices: Sequence[FlatSlice]) -> int:
     """Elements of each rank's slice with its padding; checks that the slices hold ``wanted`` elements and no more.
 
-    Old versions keep the padding in the file. New ones cut it off, and then the last slices are shorter.
+    Old versions keep the padding in the file. New ones cut it off, and then the last slices are shorter. BF16_Optimizer
+    tells it and keeps it.
     """
-    size = max(s.numel + (s.padding or 0) for s in slices)
+    told = sum(s.padding or 0 for s in slices)
+    kept = sum(s.numel for s in slices) >= wanted + told
+    size = max(s.numel + (0 if kept else s.padding or 0) for s in slices)
     total = size * len(slices)
     aligned = -(-wanted // (ALIGNMENT * len(slices))) * ALIGNMENT * len(slices)
-    if wanted > total or total > max(aligned, wanted + sum(s.padding or 0 for s in slices)):
+    if wanted > total or total > max(aligned, wanted + told):
         found = " + ".join(str(s.numel) for s in slices[:8]) + (" + …" if len(slices) > 8 else "")
         raise _misfit(
             "the fp32 slices don't hold the parameters of their group",
@@ -224,6 +228,32 @@ def join_fragments(fqn: str, shape: Shape, slices: Sequence[FlatSlice]) -> Tenso
             )
         pieces += part.pieces(shape, begin, 0, here)
     return TensorSource(shape, slices[0].dtype, tuple(pieces))
+
+
+def recorded_shapes(ranks: Sequence[Sequence[FlatSlice]], known: Mapping[str, Shape]) -> list[dict[str, Shape]]:
+    """For each group the parameters that its fragments name: BF16_Optimizer without ZeRO saves no ``param_shapes``.
+
+    Args:
+        ranks: the groups of each rank, in rank order.
+        known: FQN → shape; a parameter that is not in it gets a flat one.
+
+    Raises:
+        UnsupportedCheckpointError: the ranks recorded no fragments.
+    """
+    groups: list[dict[str, Shape]] = []
+    for slices in zip(*ranks, strict=True):
+        numels: Counter[str] = Counter()
+        for part in slices:
+            numels.update({fqn: numel for fqn, (_, numel) in (part.fragments or {}).items()})
+        if not numels:
+            raise UnsupportedCheckpointError(
+                "nothing tells which parameters the fp32 masters are of",
+                file=slices[0].file.path,
+                expected="param_shapes in the model states, or param_slice_mappings here",
+                fix="let DeepSpeed load it and save it with ZeRO stage 1",
+            )
+        groups.append({fqn: known.get(fqn, (numel,)) for fqn, numel in numels.items()})
+    return groups
 
 
 class _Reader:

@@ -29,7 +29,7 @@ def checked_file(path: Path, root: Path) -> SourceFile:
         UnsafeFileError: it is a link out of ``root``, a device, pipe or socket, or no file system opens that name.
     """
     real = os.path.realpath(path)
-    if not _is_inside(real, root) and not _is_hub_blob(real, path.parent):
+    if not stays_inside(path, root):
         raise UnsafeFileError("a link leads out of the checkpoint", file=path, expected=f"inside {root}", found=real)
     try:
         found = os.stat(real)
@@ -46,12 +46,14 @@ def checked_file(path: Path, root: Path) -> SourceFile:
     return SourceFile(str(path), found.st_size, found.st_mtime_ns)
 
 
-def _is_inside(real: str, root: Path) -> bool:
-    return Path(real).is_relative_to(os.path.realpath(root))
+def stays_inside(path: Path, root: Path) -> bool:
+    """Whether a path really lies inside ``root``, or is a link of the Hub's cache to one of its blobs."""
+    real = Path(os.path.realpath(path))
+    return real.is_relative_to(os.path.realpath(root)) or any(_is_hub_blob(real, folder) for folder in path.parents)
 
 
-def _is_hub_blob(real: str, directory: Path) -> bool:
+def _is_hub_blob(real: Path, directory: Path) -> bool:
     # https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     if directory.parent.name != "snapshots":
         return False
-    return Path(real).parent == Path(os.path.realpath(directory.parent.parent)) / "blobs"
+    return real.parent == Path(os.path.realpath(directory.parent.parent)) / "blobs"

@@ -16,6 +16,7 @@ from ckptflow.formats.config_files import directory_names, find_config_dir, need
 from ckptflow.formats.dcp import file_size
 from ckptflow.formats.files import list_names
 from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, grid_of
+from ckptflow.formats.megatron_saves import Rank, check_one_save, check_places
 from ckptflow.formats.megatron_states import RankState, read_rank, with_global_experts
 from ckptflow.manifest import CheckpointManifest, EqualSources, LeftOut
 from ckptflow.tensors import TensorSource
@@ -26,11 +27,7 @@ from ckptflow.transforms.megatron_names import MegatronModel, describe, to_huggi
 RANK_DIRECTORY = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 WEIGHT_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OTHER_FILES = re.compile(r"(distrib_)?optim.*\.pt")
-ITERATION = re.compile(r"iter_(\d+)")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-
-Rank = tuple[int, int, int]
-"""Tensor-, pipeline- and expert-parallel rank."""
 
 
 class MegatronLegacyCheckpoint:
@@ -62,7 +59,8 @@ class MegatronLegacyCheckpoint:
         config = read_config(needed_config_dir(directory, root, options, WHY_CONFIG))
         model = describe(config, _output_rows(states.values(), grid))
         first = next(iter(states.values()))
-        check_args(first.args, model, first.file.path)
+        for state in states.values():
+            check_args(state.args, model, state.file.path)
         tree, replicas = _tree(states, grid, model)
         result = to_huggingface(tree, model)
         return CheckpointManifest(
@@ -114,7 +112,7 @@ def _read_ranks(location: Location) -> tuple[Grid, dict[Rank, RankState]]:
             expected=", ".join(missing[:6]),
             fix="wait until all ranks have saved, or copy the missing directories too",
         )
-    foreign = [name for name in present if name not in names]
+    foreign = [name for name in present if name not in names and not _is_optimizer_alone(directory / name)]
     if foreign:
         raise InconsistentCheckpointError(
             "directories of ranks that the save did not have",
@@ -124,8 +122,14 @@ def _read_ranks(location: Location) -> tuple[Grid, dict[Rank, RankState]]:
             fix="move what an older save with more ranks left out of the way",
         )
     states = {rank: read_rank(_weight_file(directory / name), root) for name, rank in names.items()}
-    _check_one_save(states, grid, directory)
+    check_one_save(states, grid, directory)
     return grid, states
+
+
+def _is_optimizer_alone(directory: Path) -> bool:
+    """Older Megatron-LM keeps each data-parallel rank's optimizer in ``mp_rank_TT[_PPP]_DDD/optim.pt``."""
+    names = list_names(directory)
+    return bool(names) and all(OTHER_FILES.fullmatch(name) for name in names)
 
 
 def _ranks(grid: Grid) -> Iterator[Rank]:
@@ -156,48 +160,12 @@ def _weight_file(directory: Path) -> Path:
     return directory / found[0]
 
 
-def _check_one_save(states: Mapping[Rank, RankState], grid: Grid, directory: Path) -> None:
-    first = next(iter(states.values()))
-    named = ITERATION.fullmatch(directory.name)
-    expected = int(named[1]) if named else first.iteration
-    for rank, state in states.items():
-        if state.iteration != expected and state.iteration is not None:
-            raise InconsistentCheckpointError(
-                "a rank's file is of another step", file=state.file.path, expected=expected, found=state.iteration
-            )
-        if grid_of(state.args, state.file.path) != grid:
-            raise InconsistentCheckpointError(
-                "a rank's file is of a run with other ranks",
-                file=state.file.path,
-                expected=str(grid.mesh),
-                found=str(grid_of(state.args, state.file.path).mesh),
-            )
-        if len(state.chunks) != len(states[(0, rank[1], 0)].chunks):
-            raise InconsistentCheckpointError("ranks have different virtual pipeline stages", file=state.file.path)
-    _check_no_copies(states)
-
-
-def _check_no_copies(states: Mapping[Rank, RankState]) -> None:
-    """No two ranks hold the same matrices, but expert ranks of a stage without experts."""
-    seen: dict[tuple[int, ...], Rank] = {}
-    for rank, state in states.items():
-        if not state.checksums:
-            continue
-        first = seen.setdefault(state.checksums, rank)
-        if first != rank and (first[:2] != rank[:2] or state.has_experts):
-            raise InconsistentCheckpointError(
-                "two ranks' files hold the same weights: one was copied over the other",
-                file=state.file.path,
-                found=f"the matrices of {states[first].file.path}",
-                fix="copy the ranks' directories again from where they were saved",
-            )
-
-
 def _tree(
     states: Mapping[Rank, RankState], grid: Grid, model: MegatronModel
 ) -> tuple[dict[str, TensorSource], tuple[EqualSources, ...]]:
     """Global tensors, and the copies that must equal them: replicas in tensor-, pipeline- and expert-parallel ranks."""
     offsets = _layer_offsets(states, grid, model)
+    check_places(states, offsets)
     if model.dims["experts"] % grid.ep:
         raise InconsistentCheckpointError(
             "experts don't divide among ranks", expected=grid.ep, found=model.dims["experts"]

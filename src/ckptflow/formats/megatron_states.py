@@ -29,7 +29,7 @@ RENAMES = (
     (re.compile(r"^language_model\."), ""),
     (re.compile(r"^(encoder|transformer)\."), "decoder."),
     (re.compile(r"^word_embeddings_for_head\."), "output_layer."),
-    (re.compile(r"\.self_attention\.query_key_value\."), ".self_attention.linear_qkv."),
+    (re.compile(r"\.(self_)?attention\.query_key_value\."), ".self_attention.linear_qkv."),
     (re.compile(r"\.(self_)?attention\.dense\."), ".self_attention.linear_proj."),
     (re.compile(r"\.dense_h_to_4h\."), ".linear_fc1."),
     (re.compile(r"\.dense_4h_to_h\."), ".linear_fc2."),

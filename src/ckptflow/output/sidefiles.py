@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import UnsafeFileError
+from ckptflow.formats.files import stays_inside
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.plan import ConsolidationPlan
 
@@ -65,7 +66,7 @@ def side_files(directory: Path, root: Path) -> Iterator[tuple[str, bytes]]:
         name = str(path.relative_to(directory))
         if not any(fnmatchcase(name, pattern) for pattern in SIDE_FILES) or not path.is_file():
             continue
-        if not path.resolve().is_relative_to(root.resolve()):
+        if not stays_inside(path, root):
             raise UnsafeFileError(
                 "a link leads out of the checkpoint", file=path, found=path.resolve(), fix="replace it by the file"
             )
