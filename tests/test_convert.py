@@ -210,6 +210,21 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(model: Path, tmp_path: Pat
         convert(request(model, tmp_path / "out"))
 
 
+def test_a_snapshot_in_the_hubs_cache_is_converted_with_its_config(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--name"
+    (cache / "snapshots").mkdir(parents=True)
+    model.rename(cache / "blobs")
+    snapshot = cache / "snapshots" / "0123abcd"
+    for name in ("model.safetensors", "config.json", "additional_chat_templates/a.jinja"):
+        link, blob = snapshot / name, cache / "blobs" / Path(name).name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blob.touch()
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    convert(request(snapshot, tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    assert (tmp_path / "out" / "additional_chat_templates" / "a.jinja").is_file()
+
+
 def test_a_broken_config_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text("[" * 100_000)
     with pytest.raises(CorruptFileError, match="not valid JSON"):

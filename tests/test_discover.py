@@ -15,6 +15,7 @@ from ckptflow.destinations import destination_of
 from ckptflow.discover import by_step, discover
 from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
 from ckptflow.formats.registry import global_step_of, locate
+from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 
 
@@ -175,3 +176,24 @@ def test_thousands_of_steps_are_all_listed(tmp_path: Path) -> None:
             os.link(path, copy / path.name)
     make_old(tmp_path, OLD)
     assert len(states(tmp_path)) == 500
+
+
+@pytest.mark.parametrize("name", ["²", "run-²³", "١", "⑦"])
+def test_a_digit_that_is_no_decimal_is_a_letter(tmp_path: Path, name: str) -> None:
+    hf_step(tmp_path / name / "checkpoint-10")
+    hf_step(tmp_path / "run-1" / "checkpoint-20")
+    assert states(tmp_path) == {10: "complete", 20: "complete"}
+
+
+def test_a_directory_of_somebody_else_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-10")
+    private = [tmp_path / "lost+found", tmp_path / "run" / "checkpoint-20"]
+    for path in private:
+        path.mkdir()
+        path.chmod(0)
+    with seen_by_nobody(tmp_path):
+        assert states(tmp_path) == {10: "complete"}
+        assert {record.args[0] for record in caplog.records if isinstance(record.args, tuple)} == set(private)
+        assert locate(tmp_path).path == tmp_path / "run" / "checkpoint-10"
+        with pytest.raises(PermissionError):
+            states(private[0])

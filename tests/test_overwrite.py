@@ -152,3 +152,31 @@ def test_a_run_clears_away_its_own_model_and_nothing_else(actor: Path, tmp_path:
     place.lock.touch()
     place.tidy(keep=False)
     assert not place.out.exists()
+
+
+def test_a_link_that_leads_nowhere_is_no_place_for_a_model(actor: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="OUT is no directory"):
+            convert(ConvertRequest(path=actor, out=tmp_path / "loop", overwrite=overwrite))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "runs"]
+
+
+def test_a_mount_point_is_refused_before_the_work(actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "volume"
+    out.mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == out)
+    with pytest.raises(OutputError, match="mount point"):
+        convert(ConvertRequest(path=actor, out=out, overwrite=True))
+    assert list(out.iterdir()) == []
+    assert not (tmp_path / ".volume.ckptflow").exists()
+
+
+def test_a_work_directory_that_is_a_link_costs_nothing_that_it_leads_to(actor: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "directory").mkdir(parents=True)
+    (theirs / "file").write_text("theirs")
+    (tmp_path / ".out.ckptflow").symlink_to(theirs)
+    with pytest.raises(OutputError, match="work directory is a link"):
+        convert(ConvertRequest(path=actor, out=tmp_path / "out"))
+    assert {"directory", "file"} <= {path.name for path in theirs.iterdir()}

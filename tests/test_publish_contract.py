@@ -108,6 +108,34 @@ class TestEachDestination:
         upload(second, store.uri, settings=FAST, overwrite=True)
         assert store.read_all() == {**contents_of(second), "notes.md": b"a person's"}
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "model_world_size_2_rank_0.pt",
+            "mp_rank_00_model_states.pt",
+            "trainer_state.json",
+            "optimizer.pt",
+            "__0_0.distcp",
+            "last.ckpt",
+        ],
+    )
+    def test_a_checkpoint_is_not_overwritten_though_asked(self, store: Store, tmp_path: Path, name: str) -> None:
+        there = {name: b"of a training", "model-00001-of-00002.safetensors": b"the fp32 weights"}
+        for each, content in there.items():
+            store.put(each, content)
+        model = write_model(tmp_path / "out")
+        for overwrite in (False, True):
+            with pytest.raises(PermanentPublishError, match="checkpoint of a trainer"):
+                upload(model, store.uri, settings=FAST, overwrite=overwrite)
+        assert store.read_all() == there
+        assert store.leftovers() == []
+
+    def test_an_overwrite_leaves_what_no_loader_takes(self, store: Store, tmp_path: Path) -> None:
+        store.put("state.pt", b"a person's")
+        model = write_model(tmp_path / "out")
+        upload(model, store.uri, settings=FAST, overwrite=True)
+        assert store.read_all() == {**contents_of(model), "state.pt": b"a person's"}
+
     @pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "config.json", "step-9/ckptflow.json"])
     def test_foreign_files_without_a_record_are_refused_and_left(self, store: Store, tmp_path: Path, name: str) -> None:
         store.put(name, b"somebody's")

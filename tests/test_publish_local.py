@@ -61,3 +61,13 @@ def test_a_full_disk_says_so_and_leaves_nothing_half(tmp_path: Path) -> None:
     assert "PermanentPublishError" in ended.stderr
     assert "File too large" in ended.stderr
     assert contents_of(place) == {}
+
+
+def test_a_directory_inside_of_the_model_is_no_destination(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "out")
+    before = contents_of(model)
+    (tmp_path / "link").symlink_to(model)
+    for place in (model / "copy", tmp_path / "link" / "copy"):
+        with pytest.raises(UsageError, match="or lies in it"):
+            upload(model, place.as_uri())
+    assert contents_of(model) == before

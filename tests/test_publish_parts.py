@@ -229,6 +229,8 @@ def test_after_a_part_that_failed_no_further_one_is_read_and_no_slot_is_lost() -
         "file://host/dir",
         "file:///",
         "file:dir",
+        "file://user:hunter2@host/dir",
+        "file:///a%00b",
     ],
 )
 def test_an_address_that_is_none_is_wrong_usage_and_its_password_is_not_repeated(uri: str) -> None:

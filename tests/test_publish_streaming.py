@@ -390,6 +390,10 @@ def test_another_model_and_strangers_are_refused_before_the_first_byte_and_repla
     bucket.delete(MARKER_NAME)
     with pytest.raises(PermanentPublishError, match="not of this model"):
         stream(streaming_to(bucket.uri, checkpoint, tmp_path))
+    bucket.put("optimizer.pt", b"of a training")
+    with pytest.raises(PermanentPublishError, match="checkpoint of a trainer"):
+        stream(streaming_to(bucket.uri, checkpoint, tmp_path, overwrite=True))
+    bucket.delete("optimizer.pt")
     assert bucket.proxy.contents() == []
     bucket.put(MARKER_NAME, (other / MARKER_NAME).read_bytes())
     stream(streaming_to(bucket.uri, checkpoint, tmp_path, overwrite=True))

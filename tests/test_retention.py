@@ -17,7 +17,7 @@ from ckptflow.errors import PublishError, UsageError
 from ckptflow.publish import Destination, PublishSettings
 from ckptflow.retention import Decision, KeepBest, RetentionPolicy, RetentionRequest, plan_root
 from retained import age, names_in, publish
-from retention_run import STEPS, command, doomed, why
+from retention_run import STEPS, command, doomed, request, why
 from servers.hub import running_hub
 from servers.seaweed import S3Server
 
@@ -236,3 +236,25 @@ def test_a_destination_that_cannot_be_asked_stops_all(base: Path, capsys: pytest
     assert main(["retain", str(base / "runs"), "--keep", "1", *to]) == 1
     assert len(names_in(base / "runs" / "sft")) == 4
     assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        '{"source": [1]}',
+        '{"source": {"files": [1]}}',
+        '{"source": {"files": {"a": 1}}}',
+        '{"source": {"files": {"\\u0000": {"bytes": 1}}}}',
+        "[" * 100_000,
+        "null",
+    ],
+)
+def test_a_file_of_the_markers_name_that_is_none_proves_nothing(base: Path, marker: str) -> None:
+    for path in (base / "models").rglob("ckptflow.json"):
+        path.write_text(marker)
+    assert {d.action for d in plan_root(request(base))} == {"keep"}
+
+
+def test_a_pin_that_holds_nothing_is_told(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan_root(request(base, pinned=("checkpoint-9999", "sft/*")))
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["checkpoint-9999"]

@@ -118,3 +118,23 @@ def test_a_broken_or_empty_file_of_metrics_is_refused(tmp_path: Path, content: s
 def test_a_file_without_rows_gives_no_values(tmp_path: Path, content: str) -> None:
     (tmp_path / "m.json").write_text(content)
     assert file_metrics(tmp_path / "m.json", "loss") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"10": {"9" * 400}}}',
+        f'{{"{"9" * 5000}": 1}}',
+        f'[{{"step": {"9" * 400}, "loss": 1}}]',
+        '{"10": NaN}',
+        '[{"step": 1e400, "loss": 1}]',
+    ],
+)
+def test_a_number_beyond_all_numbers_is_no_value(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.json").write_text(text)
+    assert file_metrics(tmp_path / "metrics.json", "loss") == {}
+
+
+def test_steps_and_values_may_be_as_large_as_names_and_floats(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text(f'{{"{2**70}": {10**300}}}')
+    assert file_metrics(tmp_path / "metrics.json", "loss") == {2**70: 1e300}

@@ -21,7 +21,9 @@ from ckptflow.errors import IncompleteCheckpointError, UnsupportedCheckpointErro
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import locate, read
 from ckptflow.shrink import candidate_bytes, plan_shrink, shrink_tree
+from ckptflow.shrink.guard import incomplete_steps
 from deepspeed_writer import parameters, write_zero2
+from retained import seen_by_nobody
 
 torch = pytest.importorskip("torch")
 
@@ -398,3 +400,32 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no rights to mount a small file system")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_a_trainer_deletes_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/gone.pt", "b/gone/gone.pt", "c/here.pt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        save_bloated(tmp_path / name)
+
+    def guard(path: Path) -> dict[Path, str]:
+        (tmp_path / "a" / "gone.pt").unlink()
+        shutil.rmtree(tmp_path / "b")
+        return incomplete_steps(path)
+
+    monkeypatch.setattr("ckptflow.shrink.tree.incomplete_steps", guard)
+    report = shrink_tree(tmp_path)
+    assert [file.outcome for file in report.files] == ["skipped", "skipped", "shrunk"]
+    assert {file.reason for file in report.files[:2]} == {"deleted meanwhile"}
+    assert report.failures == ()
+
+
+def test_a_directory_of_somebody_else_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        save_bloated(tmp_path / name / "a.pt")
+    (tmp_path / "theirs").chmod(0)
+    with seen_by_nobody(tmp_path):
+        assert outcomes(shrink_tree(tmp_path, dry_run=True)) == {"a.pt": "would-shrink"}
+        assert (tmp_path / "theirs") in {record.args[0] for record in caplog.records if isinstance(record.args, tuple)}
+        with pytest.raises(PermissionError):
+            shrink_tree(tmp_path / "theirs", dry_run=True)

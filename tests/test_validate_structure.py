@@ -251,3 +251,12 @@ class TestAgainstTheConfig:
                     weights[f"{at}.experts.{expert}.{name}.weight"] = torch.ones(shape, dtype=torch.bfloat16)
         found = failures(write_model(tmp_path / "out", weights, config))["keys and shapes"]
         assert "unexpected: model.layers.1.block_sparse_moe.experts.4.w1.weight" in found
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"files": 3}', '{"files": {"config.json": "x"}}', '{"tensors": {"a": 1}}', '{"recipe": []}'],
+)
+def test_a_record_that_is_none_is_damage_and_not_absence(plain: Path, content: str) -> None:
+    (plain / "ckptflow.json").write_text(content)
+    assert "ckptflow.json is no record of ckptflow" in failures(plain)["readable files"]

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from ckptflow import changes, watching
 from ckptflow.changes import file_system_of, is_networked
 from ckptflow.watching import ReadyCheckpoint, Watcher, watch
+from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 
 SETTLE_SECONDS = 0.5
@@ -290,3 +291,17 @@ def test_a_local_file_system_is_watched_and_a_network_one_polled(
     for kind, expected in {"ext4": False, "nfs4": True, "lustre": True, "gpfs": True, "fuse.sshfs": True}.items():
         mounts.write_text("22 1 0:0 / /proc rw - proc proc rw\n" + line.format(kind))
         assert (file_system_of(tmp_path), is_networked(tmp_path)) == (kind, expected)
+
+
+def test_a_directory_that_can_not_be_read_is_told_once_and_stops_nothing(
+    tmp_path: Path, watcher: Watcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-10")
+    private = hf_step(tmp_path / "run" / "checkpoint-20")
+    private.chmod(0)
+    with seen_by_nobody(tmp_path):
+        assert steps(watcher.look_everywhere()) == [10]
+        assert watcher.look_everywhere() == watcher.look_at([private / "config.json"]) == []
+    assert [record.args for record in caplog.records] == [(str(private), "Permission denied")]
+    private.chmod(0o755)
+    assert steps(watcher.look_everywhere()) == [20]

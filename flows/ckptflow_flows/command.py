@@ -7,11 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptflow.discover import FoundCheckpoint, by_step, discover, judge
-from ckptflow.errors import AmbiguousCheckpointError
+from ckptflow.errors import AmbiguousCheckpointError, CkptflowError
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
 from ckptflow_flows.decisions import Making
@@ -59,13 +60,32 @@ def run_checkpoints(args: argparse.Namespace) -> list[Outcome]:
     Raises:
         NotACheckpointError: nothing is there.
         UsageError: a destination is not one, or is named twice.
+        CkptflowError: the Prefect server is away.
     """
     making = making_from(args)
     for name, value in PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Prefect's own console handler names run and task; it stands back where there is one already.
     logging.getLogger().handlers.clear()
-    return [_run_one(found, making) for found in _checkpoints(args)]
+    with server_told():
+        return [_run_one(found, making) for found in _checkpoints(args)]
+
+
+@contextmanager
+def server_told() -> Iterator[None]:
+    """Say in words that a Prefect server is away, or of another version.
+
+    Raises:
+        CkptflowError: it is.
+    """
+    import httpx
+
+    try:
+        yield
+    except (httpx.HTTPError, RuntimeError) as error:
+        raise CkptflowError(
+            "the Prefect server can't be reached", found=error, fix="check PREFECT_API_URL, and that it runs"
+        ) from error
 
 
 def _checkpoints(args: argparse.Namespace) -> Iterator[FoundCheckpoint]:

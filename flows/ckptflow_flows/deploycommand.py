@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from ckptflow.errors import CkptflowError, UsageError
-from ckptflow_flows.command import PREFECT_DEFAULTS
+from ckptflow.errors import UsageError
+from ckptflow_flows.command import PREFECT_DEFAULTS, server_told
 from ckptflow_flows.making import destinations_from
 
 
@@ -27,8 +27,6 @@ def deploy_command(args: argparse.Namespace) -> list[str]:
         )
     for name, value in PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    import httpx
-
     from ckptflow_flows.deploying import Site, deploy
 
     site = Site(
@@ -42,9 +40,5 @@ def deploy_command(args: argparse.Namespace) -> list[str]:
         heartbeat_seconds=args.heartbeat_seconds,
         notify=args.notify or None,
     )
-    try:
+    with server_told():
         return deploy(site)
-    except (httpx.HTTPError, RuntimeError) as error:
-        raise CkptflowError(
-            "the Prefect server can't be reached", found=error, fix="check PREFECT_API_URL, and that it runs"
-        ) from error

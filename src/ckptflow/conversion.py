@@ -19,7 +19,7 @@ from ckptflow.manifest import CheckpointManifest
 from ckptflow.output.sidefiles import config_bytes, main_dtype, read_config, side_files, with_dtype
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan, arrange_files, plan_from_manifest
-from ckptflow.request import ConvertRequest
+from ckptflow.request import ConvertRequest, check_named
 from ckptflow.tensors import check_tiling
 from ckptflow.transforms.adapters import plan_adapter
 from ckptflow.transforms.cast import cast
@@ -90,6 +90,7 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
         CheckpointError: the checkpoint is refused.
         UsageError: the options don't fit it.
     """
+    check_named(request.config_dir, request.base_model)
     location = locate(request.path)
     manifest = without_wrapper_prefix(
         read(location, ReadOptions(config_dir=request.config_dir, base_model=request.base_model))

@@ -7,6 +7,7 @@ each weight file (in any process that sees the same file system) and ``finish``.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from ckptflow.conversion import Conversion, plan_conversion
 from ckptflow.engine.compare import check_equal_sources
 from ckptflow.engine.execute import Cancel, write_weight_file
 from ckptflow.engine.record import WeightFileRecord
-from ckptflow.errors import CheckpointError, OutputError, SourceChangedError
-from ckptflow.fingerprint import relative_name, source_file
+from ckptflow.errors import OutputError
+from ckptflow.fingerprint import check_sources_unchanged, relative_name
 from ckptflow.jsonfiles import write_durably, write_json
 from ckptflow.locks import exclusive, in_use
 from ckptflow.output.record import INDEX_SUFFIX, RECORD_NAME, conversion_record, read_record, weight_index
@@ -96,10 +97,14 @@ def _remove_if_empty(path: Path) -> None:
 
 def _existing(planned: PlannedModel) -> dict[str, Any] | None:
     out = planned.workspace.out
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if os.path.ismount(out):
+        raise OutputError(
+            "OUT is a mount point, which nothing can be renamed to", file=out, fix="name a directory in it"
+        )
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return None
     if not out.is_dir():
-        raise OutputError("OUT is a file", file=out, fix="choose another OUT")
+        raise OutputError("OUT is no directory", file=out, fix="choose another OUT")
     record = read_record(out)
     if record is not None and record.get("fingerprint") == planned.fingerprint:
         damaged = damaged_files(out, record)
@@ -206,7 +211,7 @@ def write_all_but_weights(conversion: Conversion, weights: Sequence[WeightFileRe
         SourceChangedError: the checkpoint changed since it was planned.
     """
     workspace, plan = conversion.workspace, conversion.plan
-    _check_sources_unchanged(conversion)
+    check_sources_unchanged(conversion.manifest.files)
     files = add_side_files(conversion, weights, conversion.side)
     config_dir = conversion.request.config_dir or conversion.manifest.config_dir
     content = conversion_record(
@@ -258,22 +263,6 @@ def add_side_files(
         data = write_json(model / name, weight_index(plan))
         files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return files
-
-
-def _check_sources_unchanged(conversion: Conversion) -> None:
-    for file in conversion.manifest.files:
-        try:
-            now = source_file(Path(file.path))
-        except CheckpointError as error:
-            raise SourceChangedError("a source file vanished during the conversion", file=file.path) from error
-        if now != file:
-            raise SourceChangedError(
-                "a source file changed during the conversion",
-                file=file.path,
-                expected=f"{file.nbytes} bytes, mtime {file.mtime_ns} ns",
-                found=f"{now.nbytes} bytes, mtime {now.mtime_ns} ns",
-                fix="wait until the trainer is done with it, then convert again",
-            )
 
 
 def _remove_strangers(directory: Path, known: set[str]) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckptflow.errors import IncompleteCheckpointError
+from ckptflow.errors import CheckpointError, IncompleteCheckpointError, SourceChangedError
 from ckptflow.tensors import SourceFile
 
 EDGE_BYTES = 64 * 1024
@@ -30,6 +30,27 @@ def source_file(path: Path) -> SourceFile:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise IncompleteCheckpointError("a file of the checkpoint is missing", file=path) from error
     return SourceFile(str(path), found.st_size, found.st_mtime_ns)
+
+
+def check_sources_unchanged(files: Iterable[SourceFile]) -> None:
+    """Look once more at files that were read.
+
+    Raises:
+        SourceChangedError: one has another size or time, or is gone.
+    """
+    for file in files:
+        try:
+            now = source_file(Path(file.path))
+        except CheckpointError as error:
+            raise SourceChangedError("a source file vanished during the conversion", file=file.path) from error
+        if now != file:
+            raise SourceChangedError(
+                "a source file changed during the conversion",
+                file=file.path,
+                expected=f"{file.nbytes} bytes, mtime {file.mtime_ns} ns",
+                found=f"{now.nbytes} bytes, mtime {now.mtime_ns} ns",
+                fix="wait until the trainer is done with it, then convert again",
+            )
 
 
 def fingerprint_file(file: SourceFile) -> str:

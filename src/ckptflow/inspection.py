@@ -11,6 +11,7 @@ from typing import Any
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import locate, read
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.request import check_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,9 @@ def inspect_checkpoint(
 
     Raises:
         CheckpointError: there is none, or it is refused.
+        UsageError: a directory that is named is not there.
     """
+    check_named(config_dir, base_model)
     return summarize(read(locate(path), ReadOptions(config_dir=config_dir, base_model=base_model)))
 
 

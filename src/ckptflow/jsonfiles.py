@@ -58,7 +58,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_json(path: Path, value: object) -> bytes:
     """Write ``value`` beside and rename, synced; returns the bytes written."""
-    data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Bytes of a file name that are no UTF-8 are lone surrogates in Python: JSON can write those as such escapes.
+    data = text.encode(errors="backslashreplace")
     write_durably(path, data)
     return data
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ckptflow.errors import UsageError
+
 GB = 10**9
 
 
@@ -44,3 +46,25 @@ class ConvertRequest:
     threads: int | None = None
     memory_budget_bytes: int = 512 * 10**6
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def check_named(config_dir: Path | None, base_model: Path | None) -> None:
+    """Refuse directories that a person named and that are none, whether or not the checkpoint needs them.
+
+    Raises:
+        UsageError: there is no config.json, or there are no weights of a base model.
+    """
+    if config_dir is not None and not (config_dir / "config.json").is_file():
+        raise _names_no_model("--config", config_dir, "a directory with config.json")
+    if base_model is not None and not [*base_model.glob("*.safetensors"), *base_model.glob("*.bin")]:
+        raise _names_no_model("--base-model", base_model, "a directory with model.safetensors, and config.json")
+
+
+def _names_no_model(option: str, directory: Path, expected: str) -> UsageError:
+    return UsageError(
+        f"{option} names no directory of a model",
+        file=directory,
+        expected=expected,
+        found="one without" if directory.is_dir() else "no directory",
+        fix="check the path",
+    )

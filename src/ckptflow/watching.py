@@ -8,11 +8,13 @@ destination what is done.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from ckptflow.changes import Changes
@@ -27,6 +29,8 @@ POLL_SECONDS, RESCAN_SECONDS = 10.0, 60.0
 TICK_SECONDS = 0.25
 # A look at everything takes at most this share of the time, however many directories there are.
 SCAN_SHARE = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +142,10 @@ class Watcher:
         return self._survey(directory, MAX_DEPTH - len(parts), seen) if directory.is_dir() else find_at(directory)
 
     def _find_at(self, directory: Path) -> list[Location]:
-        return find_at(directory) if directory in self._roots else find_unnamed(directory)
+        try:
+            return find_at(directory) if directory in self._roots else find_unnamed(directory)
+        except PermissionError:
+            return []
 
     def _survey(self, directory: Path, depth: int, seen: dict[str, Signature]) -> list[Location]:
         tree = _read_tree(str(directory), seen)
@@ -190,7 +197,8 @@ class Watcher:
 def _read_tree(path: str, seen: dict[str, Signature]) -> _Directory | None:
     """All directories at and below ``path`` with their signatures; None where it is gone, or no directory.
 
-    What is below names in the making, and below links, is left out.
+    What is below names in the making, and below links, is left out; so is, as if it were gone, what can't be read:
+    a directory of somebody else, or one on a file server that is away for a moment.
     """
     children: list[_Directory] = []
     nbytes = entries = 0
@@ -211,6 +219,9 @@ def _read_tree(path: str, seen: dict[str, Signature]) -> _Directory | None:
                 entries += 1
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        _tell_unreadable(path, error.strerror)
+        return None
     children.sort(key=lambda child: natural_key(os.path.basename(child.path)))
     below = [child.signature for child in children]
     signature = Signature(
@@ -220,6 +231,12 @@ def _read_tree(path: str, seen: dict[str, Signature]) -> _Directory | None:
     )
     seen[path] = signature
     return _Directory(path=path, signature=signature, children=children)
+
+
+@lru_cache(maxsize=1024)
+def _tell_unreadable(path: str, reason: str) -> None:
+    """Once, not at each look."""
+    _log.warning("%s: not looked at: %s", path, reason)
 
 
 def _signature(path: Path) -> Signature | None:

@@ -49,3 +49,15 @@ def as_nobody() -> Iterator[None]:
     finally:
         if was_root:
             os.seteuid(0)
+
+
+@contextmanager
+def seen_by_nobody(directory: Path) -> Iterator[None]:
+    """Be somebody else who may look into ``directory``, which pytest makes for its own user alone."""
+    for path in (directory, *directory.parents[:2]):
+        path.chmod(0o755)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
+    with as_nobody():
+        yield

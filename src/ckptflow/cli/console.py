@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# The most that the kernel's offsets hold.
+MAX_BYTES = 2**63
 
 
 def parse_bytes(text: str) -> int:
@@ -17,10 +19,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"not a size: {text!r}; write it like 5GB or 512MB")
-    size = int(float(match.group(1)) * UNITS[match.group(2)])
-    if size <= 0:
-        raise argparse.ArgumentTypeError("a size must be larger than 0")
-    return size
+    size = float(match.group(1)) * UNITS[match.group(2)]
+    if not 1 <= size < MAX_BYTES:
+        raise argparse.ArgumentTypeError("a size must be larger than 0, and a number that a file can have")
+    return int(size)
 
 
 def format_bytes(count: float) -> str:
@@ -33,8 +35,8 @@ def format_bytes(count: float) -> str:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    """One JSON document on stdout; in ASCII, since locales differ and names of files may be any bytes."""
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 
 

@@ -6,14 +6,14 @@ import argparse
 from dataclasses import replace
 
 from ckptflow.cli.console import print_json, print_table
-from ckptflow.cli.options import add_json, local_path
+from ckptflow.cli.options import add_json, local_path, seconds
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser("detect", help="list the checkpoints under some directories and their state")
     parser.add_argument("roots", type=local_path, nargs="+", metavar="ROOT")
-    parser.add_argument("--settle", type=float, default=30.0, metavar="SECONDS", help="time without changes (30)")
+    parser.add_argument("--settle", type=seconds, default=30.0, metavar="SECONDS", help="time without changes (30)")
     parser.add_argument(
         "--to", action="append", metavar="DEST", help="where to look for published models; all of them, if repeated"
     )

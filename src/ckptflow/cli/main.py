@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit status."""
+    _prepare_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     args = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
@@ -77,12 +79,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"ckptflow: {error.strerror or error}\n  file: {error.filename}", file=sys.stderr)
+        where = "" if error.filename is None else f"\n  file: {error.filename}"
+        print(f"ckptflow: {error.strerror or error}{where}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("ckptflow: interrupted; run the same command again to go on where it stopped", file=sys.stderr)
         return 130
     return status
+
+
+def _prepare_streams() -> None:
+    """Take away what would end a command whose work is done: a stream that is closed, or has no sign for a letter.
+
+    The descriptor of a closed stream would go to the next file that is opened, and what is printed into that file.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", encoding="utf-8", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

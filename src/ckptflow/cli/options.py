@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from ckptflow.cli.console import parse_bytes
@@ -39,7 +40,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--base-model", type=local_path, metavar="DIR", help="base model of an adapter")
     parser.add_argument("--adapter", choices=("merge", "export"), help="fold LoRA in, or write a PEFT directory")
-    parser.add_argument("--lora-alpha", type=float, metavar="X", help="where the checkpoint does not tell it")
+    parser.add_argument("--lora-alpha", type=finite, metavar="X", help="where the checkpoint does not tell it")
     parser.add_argument("--allow-nonfinite", action="store_true", help="write NaN and Inf instead of refusing them")
 
 
@@ -73,6 +74,22 @@ def given(text: str) -> str:
 def local_path(text: str) -> Path:
     """A path of this machine."""
     return Path(given(text))
+
+
+def finite(text: str) -> float:
+    """A number, not NaN or infinite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError("must be finite")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time of 0 s or more."""
+    value = finite(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
 
 
 def positive(text: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import format_bytes, print_json, print_table
-from ckptflow.cli.options import add_json, local_path
+from ckptflow.cli.options import add_json, local_path, seconds
 from ckptflow.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--proven-at", choices=("all", "any"), default="all", help="where a model must be before its step may go (all)"
     )
     parser.add_argument("--endpoint-url", metavar="URL", help="S3 server that isn't AWS; or set AWS_ENDPOINT_URL")
-    parser.add_argument("--settle", type=float, default=30.0, metavar="SECONDS", help="time without changes (30)")
+    parser.add_argument("--settle", type=seconds, default=30.0, metavar="SECONDS", help="time without changes (30)")
     parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
     add_json(parser)
     parser.set_defaults(run=run)

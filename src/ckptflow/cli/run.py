@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ckptflow.cli.console import print_json, print_table
-from ckptflow.cli.options import DESTINATION, add_json, add_recipe, local_path
+from ckptflow.cli.options import DESTINATION, add_json, add_recipe, local_path, seconds
 from ckptflow.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--keep-local", action="store_true", help="leave the model in the work directory")
     parser.add_argument("--no-local-copy", action="store_true", help="send to S3 while it is made, and prove it there")
     parser.add_argument("--no-forward", action="store_true", help="leave out the forward pass of the model")
-    parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="time without changes (0)")
+    parser.add_argument("--settle", type=seconds, default=0.0, metavar="SECONDS", help="time without changes (0)")
     add_recipe(parser)
     add_json(parser)
     parser.set_defaults(run=run)

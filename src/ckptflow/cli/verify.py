@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ckptflow.cli.console import parse_bytes, print_json, print_table
-from ckptflow.cli.options import add_json, local_path
+from ckptflow.cli.options import add_json, local_path, seconds
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--base-model", type=local_path, metavar="DIR", help="as for convert, of an adapter")
     parser.add_argument("--memory-budget", type=parse_bytes, default=parse_bytes("256MB"), metavar="SIZE")
     parser.add_argument("--forward-memory", type=parse_bytes, metavar="SIZE", help="default: half of what is free")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for loading and running (600)")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="to load and run it (600)")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from ckptflow.cli.options import DESTINATION, add_recipe, local_path
+from ckptflow.cli.options import DESTINATION, add_recipe, local_path, seconds
 from ckptflow.errors import UsageError
 
 ROOTS_ENV, DESTINATION_ENV = "CKPTFLOW_ROOTS", "CKPTFLOW_DESTINATION"
@@ -18,19 +18,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_places(parser)
     parser.add_argument("--policy", default="newest-first", choices=("newest-first", "in-order"))
     parser.add_argument(
-        "--settle", type=float, metavar="SECONDS", help="time without changes (2; 30 where changes have to be polled)"
+        "--settle", type=seconds, metavar="SECONDS", help="time without changes (2; 30 where changes have to be polled)"
     )
     parser.add_argument("--poll", action="store_true", help="never use inotify (it is not used on NFS and the like)")
-    parser.add_argument("--poll-seconds", type=float, default=10.0, metavar="SECONDS", help="between polls (10)")
+    parser.add_argument("--poll-seconds", type=seconds, default=10.0, metavar="SECONDS", help="between polls (10)")
     parser.add_argument(
-        "--rescan-seconds", type=float, default=60.0, metavar="SECONDS", help="between full looks beside inotify (60)"
+        "--rescan-seconds", type=seconds, default=60.0, metavar="SECONDS", help="between full looks beside inotify (60)"
     )
     parser.add_argument(
-        "--retry-seconds", type=float, default=300.0, metavar="SECONDS", help="before a failed run is tried again (300)"
+        "--retry-seconds",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="before another try after a failure (300)",
     )
     parser.add_argument(
         "--pending-seconds",
-        type=float,
+        type=seconds,
         default=900.0,
         metavar="SECONDS",
         help="a run that a worker took and did not begin for so long was lost (900)",

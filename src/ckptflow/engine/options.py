@@ -78,8 +78,8 @@ def plan_buffers(options: EngineOptions, file: WeightFile, scratches: int = 1) -
     wanted = _SCATTERED_BLOCK_BYTES if _is_scattered(file) else _USUAL_BLOCK_BYTES
     while wanted > _LEAST_BLOCK_BYTES and _total_bytes(threads, wanted, scratches) > options.memory_budget_bytes:
         wanted //= 2
-    while threads > 1 and _total_bytes(threads, wanted, scratches) > options.memory_budget_bytes:
-        threads -= 1
+    affordable = (options.memory_budget_bytes - _total_bytes(0, wanted, scratches)) // _thread_bytes(wanted, scratches)
+    threads = max(1, min(threads, affordable))
     return Buffers(
         threads=threads, ring=threads + 2, block_bytes=wanted, scratch_bytes=min(wanted, _USUAL_SCRATCH_BYTES)
     )
@@ -91,7 +91,11 @@ def cast_bytes(tensors: Iterable[PlannedTensor]) -> int:
 
 
 def _total_bytes(threads: int, block_bytes: int, scratches: int) -> int:
-    return (threads + 2) * block_bytes + threads * scratches * min(block_bytes, _USUAL_SCRATCH_BYTES)
+    return 2 * block_bytes + threads * _thread_bytes(block_bytes, scratches)
+
+
+def _thread_bytes(block_bytes: int, scratches: int) -> int:
+    return block_bytes + scratches * min(block_bytes, _USUAL_SCRATCH_BYTES)
 
 
 def _is_scattered(file: WeightFile) -> bool:

@@ -5,6 +5,7 @@ Adding a layout is one module in this package with a class that satisfies ``Form
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ STEP_NAME = re.compile(r"(?:^|[._-])(?:global_?step|step|checkpoint|ckpt|iter|it
 UNFINISHED_NAME = re.compile(r"^\.|^tmp[-_.]|[-_.](?:tmp|temp|partial|incomplete|deleting)$|\.tmp[-_.]?\d*$")
 MAX_DEPTH = 5
 
+_log = logging.getLogger(__name__)
+
 
 def global_step_of(path: Path) -> int | None:
     """The step that the nearest part of ``path`` names; None where none does."""
@@ -80,7 +83,8 @@ def find_below(root: Path, depth: int = MAX_DEPTH) -> Iterator[Location]:
     """All checkpoints at or below ``root``, down to ``depth`` directories; a checkpoint's inside is not searched.
 
     Directories under unfinished names (``tmp-checkpoint-5``, dot directories) are skipped; ones that vanish
-    meanwhile too. A model that ckptflow made is a checkpoint only where it is named itself.
+    meanwhile too, and below ``root`` ones that can't be read, which the log tells. A model that ckptflow made is a
+    checkpoint only where it is named itself.
     """
     found = find_at(root)
     yield from found or _find_inside(root, depth)
@@ -95,7 +99,12 @@ def _find_inside(directory: Path, depth: int) -> Iterator[Location]:
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in sorted(names, key=natural_key):
-        yield from find_unnamed(directory / name) or _find_inside(directory / name, depth - 1)
+        try:
+            found = find_unnamed(directory / name) or list(_find_inside(directory / name, depth - 1))
+        except PermissionError as error:
+            _log.warning("%s: not looked at: %s", directory / name, error.strerror)
+            continue
+        yield from found
 
 
 def find_unnamed(path: Path) -> list[Location]:
@@ -106,7 +115,7 @@ def find_unnamed(path: Path) -> list[Location]:
 def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Sort key under which step_9000 comes before step_10000."""
     parts = re.split(r"(\d+)", name)
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts if part]
+    return [(1, int(part)) if part.isdecimal() else (0, part) for part in parts if part]
 
 
 def locate(path: Path) -> Location:

@@ -77,6 +77,18 @@ def conversion_record(
 def read_record(out: Path) -> dict[str, Any] | None:
     """The record in a directory; None where there is none that can be read."""
     try:
-        return read_json_object(out / RECORD_NAME)
+        record = read_json_object(out / RECORD_NAME)
     except CheckpointError:
         return None
+    return record if _is_record(record) else None
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Whether it has the shape that readers rely on, whatever it says."""
+    files, tensors, recipe = (record.get(name, {}) for name in ("files", "tensors", "recipe"))
+    if not all(isinstance(part, dict) for part in (files, tensors, recipe)):
+        return False
+    return all(isinstance(entry, dict) for entry in tensors.values()) and all(
+        isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+        for entry in files.values()
+    )

@@ -55,7 +55,14 @@ class Workspace:
         return self.base / "lock"
 
     def prepare(self) -> None:
-        """Make the directories; remove what another conversion left here. Call it under ``lock``."""
+        """Make the directories; remove what another conversion left here. Call it under ``lock``.
+
+        Raises:
+            OutputError: the directory is a link to another one.
+        """
+        if self.base.is_symlink():
+            # In a directory for all, such as /tmp, it may be anybody's, and lead to anything.
+            raise OutputError("the work directory is a link", file=self.base, fix="remove the link")
         keep = {self.model.name, self.records.name, self.lock.name}
         for entry in self.base.iterdir():
             if entry.name not in keep:

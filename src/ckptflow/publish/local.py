@@ -60,7 +60,13 @@ class LocalTarget:
         """Nothing is held open between calls."""
 
     def prepare(self, model: LocalModel) -> None:
-        """Nothing is to be made."""
+        """Refuse a directory inside of the model's, which would no longer hold what its record says alone."""
+        if self._root.resolve().is_relative_to(model.directory.resolve()):
+            raise UsageError(
+                "the destination is the model directory itself, or lies in it",
+                file=self._root,
+                fix="choose another directory",
+            )
 
     def list_files(self) -> dict[str, str]:
         """Name → inode, size and time of last change."""
@@ -184,11 +190,12 @@ class LocalTarget:
 def _directory_of(uri: str) -> Path:
     parts = urlsplit(uri)
     path = Path(unquote(parts.path))
-    if parts.netloc not in ("", "localhost") or not path.is_absolute() or path == Path("/") or "?" in uri or "#" in uri:
+    is_here = parts.netloc in ("", "localhost") and path.is_absolute() and path != Path("/")
+    if not is_here or "?" in uri or "#" in uri or "\0" in str(path):
         raise UsageError(
             "not a directory on this machine",
             expected="file:///DIR, with %3F for ? and %23 for #",
-            found=uri,
+            found=uri if "@" not in parts.netloc else "a user name or password in the address",
             fix="give the whole path after file://, as in file:///data/models",
         )
     return path

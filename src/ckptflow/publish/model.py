@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptflow.errors import OutputError, VerificationError
+from ckptflow.filekinds import kind_of_file
 
 #: The record; at a destination it is put last, so that its presence says that all else is there.
 MARKER_NAME = "ckptflow.json"
 
 _MARKER_LIMIT_BYTES = 256 << 20
 _CONVERT_AGAIN = "convert the checkpoint again into an empty directory"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_LOADED_SUFFIXES = (".safetensors", ".bin", ".gguf")
+_WEIGHT_SUFFIXES = (*_LOADED_SUFFIXES, ".pt", ".pth")
+_OF_TRAINING = re.compile(r"_rank_\d+[._]|^trainer_state\.json$|^\.metadata$")
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -64,9 +67,19 @@ def is_weight_name(name: str) -> bool:
     return name.endswith(_WEIGHT_SUFFIXES)
 
 
+def is_loaded_name(name: str) -> bool:
+    """Whether a loader of models takes a weight file of that name in place of, or beside, one of ours."""
+    return name.endswith(_LOADED_SUFFIXES)
+
+
 def is_index_name(name: str) -> bool:
     """Whether a file name is that of an index of weight files (``model.safetensors.index.json``)."""
     return name.endswith(".index.json")
+
+
+def is_training_name(name: str) -> bool:
+    """Whether only a training writes a file of that name: what a model takes the place of is a model."""
+    return "/" not in name and (_OF_TRAINING.search(name) is not None or "optimizer" in kind_of_file(name))
 
 
 def publish_rank(name: str) -> int:

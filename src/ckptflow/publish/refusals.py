@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError
-from ckptflow.publish.model import MARKER_NAME, LocalFile, Marker
+from ckptflow.publish.model import MARKER_NAME, LocalFile, Marker, is_training_name
 
 
 def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublishError:
@@ -29,6 +29,22 @@ def foreign_files(uri: str, names: Collection[str]) -> PermanentPublishError:
         found=", ".join(sorted(names)[:5]) + more,
         fix="choose an empty destination, or allow overwriting",
     )
+
+
+def check_no_training(uri: str, names: Iterable[str]) -> None:
+    """Let another model's files be replaced, and never a checkpoint, which no model gives back.
+
+    Raises:
+        PermanentPublishError: files of a training are among those at the destination.
+    """
+    found = sorted(filter(is_training_name, names))
+    if found:
+        raise PermanentPublishError(
+            "the destination holds a checkpoint of a trainer, which is never overwritten",
+            file=uri,
+            found=", ".join(found[:5]),
+            fix="choose another destination, or move that away",
+        )
 
 
 def overtaken(uri: str, found: str) -> PermanentPublishError:

@@ -43,8 +43,11 @@ def is_published(
     record = _parsed(content)
     if recipe is not None and json.loads(json.dumps(recipe)) != record.get("recipe"):
         return False
-    files = record.get("source", {}).get("files", {})
-    return bool(files) and all(_is_same(location.root / name, entry) for name, entry in files.items())
+    source = record.get("source")
+    files = source.get("files") if isinstance(source, dict) else None
+    if not isinstance(files, dict) or not files:
+        return False
+    return all(isinstance(entry, dict) and _is_same(location.root / name, entry) for name, entry in files.items())
 
 
 def published_model(destination: Destination) -> PublishedModel | None:
@@ -104,7 +107,7 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     """The record in a marker; empty where there is none, or something else under its name."""
     try:
         record = json.loads(content or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -112,6 +115,6 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
 def _is_same(path: Path, entry: Mapping[str, object]) -> bool:
     try:
         file = source_file(path)
-    except CheckpointError:
+    except (CheckpointError, ValueError):  # a name that no file system takes
         return False
     return file.nbytes == entry.get("bytes") and fingerprint_file(file) == entry.get("fingerprint")

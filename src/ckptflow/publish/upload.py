@@ -24,7 +24,7 @@ from ckptflow.publish.model import (
     LocalFile,
     LocalModel,
     is_index_name,
-    is_weight_name,
+    is_loaded_name,
     marker_in,
     read_local_model,
 )
@@ -56,13 +56,14 @@ def upload(
         settings: how to publish.
         progress: called with bytes done since the last call; the sum is ``read_local_model(out_dir).total_bytes``.
         overwrite: let this model take the place of another at the destination. Removed are files that the other
-            model's record names, and weight files and indexes that lie beside; all else is left.
+            model's record names, and weight files and indexes beside that would be loaded; all else is left.
 
     Raises:
         OutputError, VerificationError: the local directory is not what its record says.
         UsageError: the destination is not one.
         TransientPublishError: the store failed in a way that may heal; run it again.
-        PermanentPublishError: the store refused, or the destination holds something else.
+        PermanentPublishError: the store refused, or the destination holds something else, or, even for ``overwrite``,
+            a trainer's checkpoint.
     """
     model = read_local_model(out_dir)
     with closing(open_target(destination_uri, settings or PublishSettings())) as target:
@@ -169,6 +170,8 @@ class _Publication:
         is_same = content is not None and self._is_this_model(content)
         names = {file.name for file in self.model.files}
         foreign = sorted(set(listing) - names - {MARKER_NAME})
+        if not is_same:
+            refusals.check_no_training(self.target.uri, foreign)
         if content is not None and not is_same and not self.overwrite:
             raise refusals.other_model(self.target.uri, self.model.marker, marker_in(content))
         if content is None and foreign and not self.overwrite:
@@ -206,7 +209,7 @@ class _Publication:
         if not self.overwrite:
             return
         # A stale index or weight file would be loaded in place of ours; a stranger's notes would not.
-        misleading = {n for n in prior.foreign if "/" not in n and (is_weight_name(n) or is_index_name(n))}
+        misleading = {n for n in prior.foreign if "/" not in n and (is_loaded_name(n) or is_index_name(n))}
         stale = (set(_stale_names(self.target)) & set(prior.foreign)) | misleading
         for name in sorted(stale - {file.name for file in self.model.files}):
             _log.info("%s: %s of an earlier model is removed", self.target.uri, name)

@@ -7,9 +7,11 @@ metrics in each, and one JSON document: rows like those, or an object from step 
 from __future__ import annotations
 
 import json
-import math
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpointError, UnsafeFileError
 from ckptflow.jsonfiles import MAX_JSON_BYTES, read_json_object
@@ -19,6 +21,7 @@ from ckptflow.retention.units import StepUnit
 STEP_KEYS = ("global_step", "step", "_step", "iteration", "trainer/global_step")
 RUN_FILES = ("metrics.jsonl", "metrics.json")
 _MAX_LINE_BYTES = 1 << 20
+_STEP_KEY = re.compile(r"\d{1,255}")  # as in the name of a directory
 
 
 def run_metrics(run: Path, units: Sequence[StepUnit], metric: str) -> dict[int, float]:
@@ -77,13 +80,18 @@ def values_in(rows: object, metric: str, global_step: int | None = None) -> dict
             continue
         step = next((int(row[key]) for key in STEP_KEYS if _is_step(row.get(key))), global_step)
         value = row.get(metric)
-        if step is not None and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if step is not None and _is_number(value):
             values[step] = float(value)
     return values
 
 
-def _is_step(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value % 1 == 0
+def _is_step(value: object) -> TypeGuard[int | float]:
+    return _is_number(value) and value % 1 == 0
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, and not an integer beyond all floats, which JSON can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _lines(path: Path) -> Iterator[object]:
@@ -118,7 +126,7 @@ def _rows_of(document: object, metric: str) -> object:
         return document
     if isinstance(document.get("log_history"), list):
         return document["log_history"]
-    if document and all(str(key).isdecimal() for key in document):
+    if document and all(_STEP_KEY.fullmatch(key) for key in document):
         return [
             {**(value if isinstance(value, Mapping) else {metric: value}), "global_step": int(step)}
             for step, value in document.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -21,6 +22,8 @@ from ckptflow.retention.removal import Removal, carry_out, remove_leftovers
 from ckptflow.retention.units import StepUnit, step_units
 from ckptflow.retention.use import users
 from ckptflow.treesize import tree_size
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,9 @@ def survey(request: RetentionRequest, units: Sequence[StepUnit]) -> list[Checkpo
             found=", ".join(sorted(str(run) for run in by_run)),
             fix="name one run as ROOT",
         )
+    for pattern in request.policy.pinned:
+        if not any(unit.path.match(pattern) for unit in units):
+            _log.warning("the pin %s holds no step: none below %s is called so", pattern, request.root)
     used = users(units)
     facts = []
     for run, members in by_run.items():

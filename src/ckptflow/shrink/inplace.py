@@ -61,7 +61,11 @@ def shrink_in_place(rewrite: Rewrite, progress: Progress | None = None, *, atime
 
 def remove_stale(directory: Path) -> None:
     """Removes what killed runs left in a directory; a file that a living run works on stays."""
-    with os.scandir(directory) as entries:
+    try:
+        entries = os.scandir(directory)
+    except FileNotFoundError:
+        return  # deleted meanwhile
+    with entries:
         names = [entry.name for entry in entries if entry.name.startswith(".") and entry.name.endswith(SUFFIX)]
     for name in names:
         with contextlib.suppress(OSError, OutputError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import stat as stat_module
 import struct
@@ -23,6 +24,8 @@ from ckptflow.torchfiles.looks import HEAD_BYTES
 from ckptflow.torchfiles.zipfiles import LOCAL_MAGIC
 
 DEFAULT_PATTERNS: Final = ("*.pt", "*.pth", "*.bin", "*.ckpt")
+
+_log = logging.getLogger(__name__)
 
 Outcome = Literal["shrunk", "would-shrink", "unchanged", "skipped", "refused", "failed"]
 """``unchanged``: nothing to gain; ``skipped``: not a file to shrink; ``refused``: an unfinished step."""
@@ -97,7 +100,8 @@ def shrink_tree(
 ) -> ShrinkReport:
     """Shrinks each torch file at or below ``path`` in place, atomically, file by file.
 
-    A file that fails is left as it was, and the others are done. Links are never followed out of ``path``.
+    A file that fails is left as it was, and the others are done. Links are never followed out of ``path``. Directories
+    below it that can't be read are passed over, and the log tells them.
 
     Args:
         path: a file or a directory.
@@ -124,7 +128,10 @@ def shrink_tree(
     if not dry_run:
         for directory in dict.fromkeys(file.parent for file in chosen):
             remove_stale(directory)
-    files += [_shrink_one(file, accessed[file], dry_run=dry_run, progress=progress) for file in chosen]
+    for file in chosen:
+        shrunk = _shrink_one(file, accessed[file], dry_run=dry_run, progress=progress)
+        is_gone = shrunk.outcome == "failed" and file != root and not file.exists()
+        files.append(_left(file, 0, "skipped", "deleted meanwhile") if is_gone else shrunk)
     return ShrinkReport(files=tuple(files))
 
 
@@ -143,8 +150,16 @@ def _files(root: Path, patterns: Sequence[str] | None) -> Iterator[Path]:
 
 
 def _below(directory: Path, root: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    with os.scandir(directory) as scan:
-        entries = sorted(scan, key=lambda entry: natural_key(entry.name))
+    try:
+        with os.scandir(directory) as scan:
+            entries = sorted(scan, key=lambda entry: natural_key(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # deleted meanwhile
+    except PermissionError as error:
+        if directory == root:
+            raise
+        _log.warning("%s: not looked at: %s", directory, error.strerror)
+        return
     for entry in entries:
         path = directory / entry.name
         if UNFINISHED_NAME.search(entry.name) or entry.is_symlink():

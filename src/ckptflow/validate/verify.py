@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import CheckpointError, CkptflowError, NotACheckpointError, VerificationError
-from ckptflow.output.record import read_record
+from ckptflow.output.record import RECORD_NAME, read_record
 from ckptflow.output.sidefiles import read_config
-from ckptflow.request import ConvertRequest
+from ckptflow.request import ConvertRequest, check_named
 from ckptflow.validate import files, scan, sidefile_checks, structure
 from ckptflow.validate.forward import check_forward
 from ckptflow.validate.headers import StoredTensor, bytes_by_dtype, read_header, weight_files
@@ -77,9 +77,11 @@ def verify(
     Raises:
         NotACheckpointError: there are no safetensors files in ``out``.
         CheckpointError: the checkpoint ``against`` can't be read.
+        UsageError: a directory that the options name is not there.
     """
     started = time.monotonic()
     options, tell = options or VerifyOptions(), progress or (lambda _: None)
+    check_named(options.config_dir, options.base_model)
     threads = options.threads or min(len(os.sched_getaffinity(0)), USEFUL_THREADS)
     output, broken = open_output(Path(os.path.abspath(out)))
     checks = list(broken)
@@ -104,7 +106,7 @@ def verify(
 
 
 def open_output(out: Path) -> tuple[Output, list[Check]]:
-    """The directory's headers, config and record; and a failed check where headers don't parse.
+    """The directory's headers, config and record; and a failed check where one of them doesn't parse.
 
     Raises:
         NotACheckpointError: there are no safetensors files.
@@ -128,8 +130,11 @@ def open_output(out: Path) -> tuple[Output, list[Check]]:
     except CheckpointError as error:
         config = {}
         problems.append(str(error).replace("\n", ";"))
+    record = read_record(out)
+    if record is None and os.path.lexists(out / RECORD_NAME):
+        problems.append(f"{RECORD_NAME} is no record of ckptflow")
     tensors = {fqn: tensor for found in headers.values() for fqn, tensor in found.items()}
-    output = Output(path=out, headers=headers, tensors=tensors, record=read_record(out), config=config)
+    output = Output(path=out, headers=headers, tensors=tensors, record=record, config=config)
     if not problems:
         return output, []
     return output, [Check(name="readable files", status="failed", detail="; ".join(problems))]

@@ -49,7 +49,9 @@ def prepare_stream(streaming: Streaming) -> PublishRecord | None:
             foreign |= {file.name for file in there if target.prove_file(file) is None}
             if foreign:
                 raise refusals.foreign_files(target.uri, foreign)
-        elif content is not None:
+            return None
+        refusals.check_no_training(target.uri, listing)
+        if content is not None:
             make_room(target, content, sorted(weights & set(listing)))
     return None
 
