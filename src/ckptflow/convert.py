@@ -19,10 +19,11 @@ from ckptflow.engine.compare import check_equal_sources
 from ckptflow.engine.execute import Cancel, write_weight_file
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import OutputError
+from ckptflow.filekinds import RECORD_NAME
 from ckptflow.fingerprint import check_sources_unchanged, relative_name
 from ckptflow.jsonfiles import write_durably, write_json
 from ckptflow.locks import exclusive, in_use
-from ckptflow.output.record import INDEX_SUFFIX, RECORD_NAME, conversion_record, read_record, weight_index
+from ckptflow.output.record import INDEX_SUFFIX, conversion_record, read_record, weight_index
 from ckptflow.output.sidefiles import generation_notes, loading_notes
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan

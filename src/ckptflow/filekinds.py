@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+RECORD_NAME = "ckptflow.json"
+"""What ckptflow made, and of what: written last into each model, and put last at each destination."""
+
 Kind = Literal["weights", "optimizer", "weights and optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "weights and optimizer", "other")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckptflow.collector import without_gc
 from ckptflow.errors import AmbiguousCheckpointError, IncompleteCheckpointError, NotACheckpointError
+from ckptflow.filekinds import RECORD_NAME
 from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
 from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.dcp_hf import DcpHuggingFaceShards
@@ -29,7 +30,6 @@ from ckptflow.formats.peft import PeftAdapter
 from ckptflow.formats.peft_base import with_base_model
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
-from ckptflow.output.record import RECORD_NAME
 
 FORMATS: tuple[Format, ...] = (
     FsdpRankFiles(),

@@ -9,11 +9,11 @@ from typing import Any
 import ckptflow
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError
+from ckptflow.filekinds import RECORD_NAME
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import ConsolidationPlan
 
-RECORD_NAME = "ckptflow.json"
 RECORD_FORMAT = 1
 INDEX_SUFFIX = ".safetensors.index.json"
 

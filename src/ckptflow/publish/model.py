@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptflow.errors import OutputError, VerificationError
-from ckptflow.filekinds import kind_of_file
+from ckptflow.filekinds import RECORD_NAME, kind_of_file
 
 #: The record; at a destination it is put last, so that its presence says that all else is there.
-MARKER_NAME = "ckptflow.json"
+MARKER_NAME = RECORD_NAME
 
 _MARKER_LIMIT_BYTES = 256 << 20
 _CONVERT_AGAIN = "convert the checkpoint again into an empty directory"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import CheckpointError
+from ckptflow.filekinds import RECORD_NAME
 from ckptflow.jsonfiles import read_json_object
-from ckptflow.output.record import INDEX_SUFFIX, RECORD_NAME
+from ckptflow.output.record import INDEX_SUFFIX
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.report import Check, listing
 
