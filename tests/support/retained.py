@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,8 +55,11 @@ def as_nobody() -> Iterator[None]:
 @contextmanager
 def seen_by_nobody(directory: Path) -> Iterator[None]:
     """Be somebody else who may look into ``directory``, which pytest makes for its own user alone."""
-    for path in (directory, *directory.parents[:2]):
-        path.chmod(0o755)
+    directory.chmod(0o755)
+    for path in directory.parents:
+        if path == Path(tempfile.gettempdir()):
+            break
+        path.chmod(0o711)
     for path in directory.rglob("*"):
         if path.is_file():
             path.chmod(0o644)
