@@ -240,3 +240,18 @@ def write_zero3(
             torch.save({"optimizer_state_dict": state}, folder / name)
     (save / "latest").write_text(folder.name)
     return folder
+
+
+ODD = {"embed.weight": (7, 3), "layer.weight": (5, 2, 3), "layer.bias": (5,), "scale": (), "norm.weight": (13,)}
+
+
+def two_groups() -> list[dict[str, Tensor]]:
+    """Parameters of odd sizes in the two groups of weight decay."""
+    values = parameters(ODD)
+    decay = {name: values[name] for name in ("layer.weight", "embed.weight")}
+    return [decay, {name: t for name, t in values.items() if name not in decay}]
+
+
+def merged(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The parameters of all groups."""
+    return {name: tensor for group in groups for name, tensor in group.items()}

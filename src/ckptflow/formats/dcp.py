@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptflow.errors import IncompleteCheckpointError
+from ckptflow.filekinds import kind_of_directory
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import directory_names, find_config_dir
 from ckptflow.formats.dcp_checks import (
@@ -32,8 +33,6 @@ from ckptflow.transforms.prefix import share_first_part
 
 # Accelerate and the HF Trainer: https://github.com/huggingface/accelerate (utils/fsdp_utils.py, save_fsdp_model).
 ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_\d+")
-# Its optimizer_0, and the optim/ that NeMo Automodel and others have beside model/.
-OPTIMIZER_DIRECTORY = re.compile(r"optim(izer)?(_\d+)?")
 ACCELERATE_STATE = re.compile(r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|(scheduler|optimizer|scaler)\.(bin|pt)")
 PLAIN_EMBEDDING = re.compile(r"[^.]+\.(embed_tokens|wte)\.weight")
 RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -50,7 +49,7 @@ class DcpDirectory:
         """The directory itself, or the model directories of an Accelerate checkpoint in it."""
         if ACCELERATE_MODEL.fullmatch(path.name) and is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path.parent)]
-        if OPTIMIZER_DIRECTORY.fullmatch(path.name):
+        if kind_of_directory(path.name) == "optimizer":
             return []
         if is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path)]
@@ -170,7 +169,7 @@ def _accelerate_state(directory: Path) -> list[LeftOut]:
         if ACCELERATE_STATE.fullmatch(name)
     ]
     for name in directory_names(parent):
-        if OPTIMIZER_DIRECTORY.fullmatch(name):
+        if kind_of_directory(name) == "optimizer":
             nbytes = sum(file_size(parent / name / inner) for inner in list_names(parent / name))
             found.append(LeftOut(name=f"{name}/", reason="optimizer state", nbytes=nbytes))
     return found

@@ -65,8 +65,6 @@ def _is_unsupported(location: Location) -> bool:
     """Whether the checkpoint is refused for what it is: its files can be shrunk though nobody can merge them."""
     try:
         registry.read(location, ReadOptions())
-    except UnsupportedCheckpointError:
-        return True
-    except CkptflowError:
-        return False
+    except CkptflowError as error:
+        return isinstance(error, UnsupportedCheckpointError)
     return False
