@@ -25,6 +25,12 @@ BASE = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": EXPERTS, "moe_intermediate_size": EXPERT_FFN}
+SHARED_MOE = {
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": EXPERT_FFN,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 MLA = {
     "q_lora_rank": Q_RANK,
     "kv_lora_rank": KV_RANK,
@@ -47,16 +53,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "mlp_only_layers": [0]},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "n_routed_experts": EXPERTS,
-        "moe_intermediate_size": EXPERT_FFN,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        **MLA,
-    },
+    "deepseek_v2-full-q": {"model_type": "deepseek_v2", **SHARED_MOE, **MLA, "q_lora_rank": None},
+    "deepseek_v3": {"model_type": "deepseek_v3", **SHARED_MOE, **MLA},
+    "kimi_k2": {"model_type": "kimi_k2", **SHARED_MOE, **MLA},
+    "glm4_moe": {"model_type": "glm4_moe", **SHARED_MOE, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe-plain": {"model_type": "glm4_moe", **SHARED_MOE},
+    "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
+    "smollm3-tied": {"model_type": "smollm3", "tie_word_embeddings": True, "pad_token_id": None},
+    "gemma": {"model_type": "gemma", "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True},
+    "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True},
 }
+SANDWICHED = ("gemma2", "gemma3_text")
+"""Norms before and after attention and MLP."""
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+EXPERT_BIASES = ("deepseek_v3", "kimi_k2", "glm4_moe")
 
 
 def config_of(name: str, layers: int = 4, **changes: Any) -> dict[str, Any]:
@@ -68,7 +79,7 @@ def is_sparse(config: dict[str, Any], layer: int) -> bool:
     kind = config["model_type"]
     if kind == "mixtral":
         return True
-    if kind == "deepseek_v3":
+    if "first_k_dense_replace" in config:
         return layer >= config["first_k_dense_replace"]
     if kind in ("qwen2_moe", "qwen3_moe"):
         return (
@@ -93,13 +104,18 @@ def hf_model(config: dict[str, Any]) -> Tensors:
 def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     kind = config["model_type"]
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,)}
-    if kind == "gemma2":
+    if kind in SANDWICHED:
         shapes |= {"pre_feedforward_layernorm.weight": (H,), "post_feedforward_layernorm.weight": (H,)}
-    if kind == "deepseek_v3":
+    if "kv_lora_rank" in config:
+        if config["q_lora_rank"] is None:
+            shapes["self_attn.q_proj.weight"] = (HEADS * (NOPE + ROPE), H)
+        else:
+            shapes |= {
+                "self_attn.q_a_proj.weight": (Q_RANK, H),
+                "self_attn.q_a_layernorm.weight": (Q_RANK,),
+                "self_attn.q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
+            }
         shapes |= {
-            "self_attn.q_a_proj.weight": (Q_RANK, H),
-            "self_attn.q_a_layernorm.weight": (Q_RANK,),
-            "self_attn.q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
             "self_attn.kv_a_proj_with_mqa.weight": (KV_RANK + ROPE, H),
             "self_attn.kv_a_layernorm.weight": (KV_RANK,),
             "self_attn.kv_b_proj.weight": (HEADS * (NOPE + V_DIM), KV_RANK),
@@ -110,10 +126,10 @@ def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ..
         shapes |= {f"self_attn.{p}_proj.weight": (n, H) for p, n in rows.items()}
         if kind in ("qwen2", "qwen2_moe") or config.get("attention_bias"):
             shapes |= {f"self_attn.{p}_proj.bias": (n,) for p, n in rows.items()}
-        if config.get("attention_bias"):
+        if config.get("attention_bias") and kind == "llama":
             shapes["self_attn.o_proj.bias"] = (H,)
         shapes["self_attn.o_proj.weight"] = (H, HEADS * HD)
-    if kind.startswith("qwen3"):
+    if kind in HEAD_NORMS or config.get("use_qk_norm"):
         shapes |= {"self_attn.q_norm.weight": (HD,), "self_attn.k_norm.weight": (HD,)}
     return shapes | _mlp_shapes(config, is_sparse(config, layer))
 
@@ -140,8 +156,9 @@ def _mlp_shapes(config: dict[str, Any], sparse: bool) -> dict[str, tuple[int, ..
         shapes |= _gated(f"mlp.experts.{e}", EXPERT_FFN)
     if kind == "qwen2_moe":
         shapes |= _gated("mlp.shared_expert", SHARED) | {"mlp.shared_expert_gate.weight": (1, H)}
-    if kind == "deepseek_v3":
+    if "n_shared_experts" in config:
         shapes |= _gated("mlp.shared_experts", EXPERT_FFN)
+    if kind in EXPERT_BIASES:
         shapes["mlp.gate.e_score_correction_bias"] = (EXPERTS,)
     return shapes
 
@@ -151,15 +168,15 @@ def megatron_layer(hf: Tensors, layer: int, config: dict[str, Any], fused: bool)
     own = {n.removeprefix(f"model.layers.{layer}."): t for n, t in hf.items() if n.startswith(f"model.layers.{layer}.")}
     found: Tensors = {}
     kind, sparse = config["model_type"], is_sparse(config, layer)
-    mla = kind == "deepseek_v3"
+    mla = "kv_lora_rank" in config
     qkv_norm = "self_attention.linear_qkv.layer_norm_weight" if fused and not mla else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused and not sparse else "pre_mlp_layernorm.weight"
     found[qkv_norm] = own.pop("input_layernorm.weight")
     found[mlp_norm] = own.pop(
-        "pre_feedforward_layernorm.weight" if kind == "gemma2" else "post_attention_layernorm.weight"
+        "pre_feedforward_layernorm.weight" if kind in SANDWICHED else "post_attention_layernorm.weight"
     )
     for suffix in ("weight", "bias"):
-        parts = [own.pop(f"self_attn.{p}_proj.{suffix}", None) for p in "qkv"]
+        parts = [None if mla else own.pop(f"self_attn.{p}_proj.{suffix}", None) for p in "qkv"]
         if parts[0] is not None:
             per_group = [p.view(KV, -1, *p.shape[1:]) for p in parts if p is not None]
             found[f"self_attention.linear_qkv.{suffix}"] = torch.cat(per_group, 1).flatten(0, 1)
@@ -167,6 +184,7 @@ def megatron_layer(hf: Tensors, layer: int, config: dict[str, Any], fused: bool)
         "self_attn.o_proj": "self_attention.linear_proj",
         "self_attn.q_norm": "self_attention.q_layernorm",
         "self_attn.k_norm": "self_attention.k_layernorm",
+        "self_attn.q_proj": "self_attention.linear_q_proj",
         "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
         "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
         "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
@@ -179,7 +197,8 @@ def megatron_layer(hf: Tensors, layer: int, config: dict[str, Any], fused: bool)
         "block_sparse_moe.gate": "mlp.router",
     }
     if fused and mla:
-        found["self_attention.linear_q_up_proj.layer_norm_weight"] = own.pop("self_attn.q_a_layernorm.weight")
+        if "self_attn.q_a_layernorm.weight" in own:
+            found["self_attention.linear_q_up_proj.layer_norm_weight"] = own.pop("self_attn.q_a_layernorm.weight")
         found["self_attention.linear_kv_up_proj.layer_norm_weight"] = own.pop("self_attn.kv_a_layernorm.weight")
     for name in list(own):
         module, _, suffix = name.rpartition(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.formats.megatron_args import Grid, grid_of
 from ckptflow.formats.megatron_states import RankState
-from ckptflow.transforms.megatron_families import EMBEDDING, FINAL_NORM
+from ckptflow.transforms.megatron_rules import EMBEDDING, FINAL_NORM
 
 ITERATION = re.compile(r"iter_(\d+)")
 _FIX = "copy the ranks' directories again from where they were saved"

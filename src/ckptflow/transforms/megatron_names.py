@@ -10,16 +10,8 @@ from typing import Any
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.manifest import EqualSources, LeftOut
 from ckptflow.tensors import Shape, TensorSource, concatenate, narrow
-from ckptflow.transforms.megatron_families import (
-    EMBEDDING,
-    FAMILIES,
-    FINAL_NORM,
-    OUTPUT,
-    VALUE_HEAD,
-    Family,
-    Kind,
-    Rule,
-)
+from ckptflow.transforms.megatron_families import FAMILIES, Family
+from ckptflow.transforms.megatron_rules import EMBEDDING, FINAL_NORM, OUTPUT, VALUE_HEAD, Kind, Rule
 from ckptflow.transforms.model_dims import named_dims
 
 LAYER = "decoder.layers.{layer}."
