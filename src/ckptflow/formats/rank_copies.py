@@ -67,14 +67,17 @@ def _check_meshes(known: RankTensor) -> None:
             "no rank whose file is here is in the device mesh of a tensor", tensor=known.name
         )
     members = Counter(part.group for part in known.parts)
-    for part in known.parts:
-        absent = next((rank for rank in part.group if rank not in known.ranks), None)
-        if absent is not None or members[part.group] != len(part.group):
+    for group, count in members.items():
+        if group is None:
+            continue
+        absent = next((rank for rank in group.ranks if rank not in known.ranks), None)
+        if absent is not None or count != len(group.ranks):
+            part = next(part for part in known.parts if part.group is group)
             raise InconsistentCheckpointError(
                 "a sharded tensor is missing in a rank's file" if absent is not None else "ranks disagree on a mesh",
                 file=part.file.path,
                 tensor=known.name,
-                expected=f"a shard on each of the ranks {list(part.group)}",
+                expected=f"a shard on each of the ranks {list(group.ranks)}",
                 found=f"none in the file of rank {absent}" if absent is not None else "another mesh in some of them",
                 fix="the rank files are of different saves; let the trainer write the checkpoint again",
             )

@@ -14,12 +14,19 @@ from ckptflow.tensors import Shape, SourceFile
 from ckptflow.torchfiles import DTensor, LazyTensor, ShardedTensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGroup:
+    """The ranks of a mesh, in its order. There is one object for each list, so that parts compare it by identity."""
+
+    ranks: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class RankPart:
     """One rank's own values of one tensor, without the objects of its file, of which there are many.
 
     Attributes:
-        group: flat rank list of the mesh that the rank cut the tensor with; empty for tensors without a mesh.
+        group: ranks of the mesh that the rank cut the tensor with; None for tensors without a mesh.
         coordinate: the rank's place in that mesh.
         offsets: where a ShardedTensor's shard begins in the global tensor.
         crc32: checksum of the storage, as the file's directory records it.
@@ -31,7 +38,7 @@ class RankPart:
     offset_bytes: int
     shape: Shape
     strides: Shape
-    group: tuple[int, ...] = ()
+    group: RankGroup | None = None
     coordinate: tuple[int, ...] = ()
     offsets: Shape = ()
     crc32: int | None
@@ -67,7 +74,8 @@ class RankTensors:
         self.world_size = world_size
         self.tensors: dict[str, RankTensor] = {}
         self._same: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._places: dict[int, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {}
+        self._groups: dict[tuple[int, ...], RankGroup] = {}
+        self._places: dict[int, tuple[RankGroup, tuple[int, ...]] | None] = {}
 
     def add(self, rank: int, file: SourceFile, entries: Mapping[str, AnyTensor]) -> None:
         """Add one rank's state dict.
@@ -109,7 +117,7 @@ class RankTensors:
                     found=local.dtype_name,
                 )
             self._add_coordinate(name, tensor, part)
-            if not part.group:
+            if part.group is None:
                 return
         yield part
 
@@ -133,33 +141,38 @@ class RankTensors:
 
     def _add_coordinate(self, name: str, tensor: DTensor, part: RankPart) -> None:
         # The tensors of one file share its few mesh objects.
-        place = self._places.get(id(tensor.mesh))
-        if place is None:
-            place = tensor.mesh.group_of(part.rank), tensor.mesh.coordinate_of(part.rank)
-            _check_saved_by(name, tensor, part, place[1])
-            self._places[id(tensor.mesh)] = place
-        group, coordinate = place
-        if group is None or coordinate is None:
-            if not part.is_empty:
-                raise InconsistentCheckpointError(
-                    "a rank file holds values of a tensor whose device mesh doesn't contain that rank",
-                    file=part.file.path,
-                    tensor=name,
-                    expected=f"rank {part.rank} of {self.world_size}, as the file's name says, in the mesh",
-                    found=f"mesh of ranks {list(tensor.mesh.groups[0]) if tensor.mesh.groups else []}",
-                    fix="the file was renamed or belongs to a save at another world size",
-                )
-            return
-        if max(group) >= self.world_size or len(set(group)) != len(group):
+        key = id(tensor.mesh)
+        if key not in self._places:
+            self._places[key] = self._place(name, tensor, part)
+        place = self._places[key]
+        if place is not None:
+            part.group, part.coordinate = place
+        elif not part.is_empty:
+            raise InconsistentCheckpointError(
+                "a rank file holds values of a tensor whose device mesh doesn't contain that rank",
+                file=part.file.path,
+                tensor=name,
+                expected=f"rank {part.rank} of {self.world_size}, as the file's name says, in the mesh",
+                found=f"mesh of ranks {list(tensor.mesh.groups[0]) if tensor.mesh.groups else []}",
+                fix="the file was renamed or belongs to a save at another world size",
+            )
+
+    def _place(self, name: str, tensor: DTensor, part: RankPart) -> tuple[RankGroup, tuple[int, ...]] | None:
+        """Where a mesh has the rank; None if nowhere."""
+        ranks, coordinate = tensor.mesh.group_of(part.rank), tensor.mesh.coordinate_of(part.rank)
+        _check_saved_by(name, tensor, part, coordinate)
+        if ranks is None or coordinate is None:
+            return None
+        if max(ranks) >= self.world_size or len(set(ranks)) != len(ranks):
             raise InconsistentCheckpointError(
                 "a tensor was sharded over other ranks than there are files for",
                 file=part.file.path,
                 tensor=name,
                 expected=f"ranks below the world size {self.world_size} that the file names say",
-                found=f"mesh of ranks {list(group)}",
+                found=f"mesh of ranks {list(ranks)}",
                 fix="the files were renamed or belong to a save at another world size",
             )
-        part.group, part.coordinate = self._one(group), self._one(coordinate)
+        return self._groups.setdefault(ranks, RankGroup(ranks)), coordinate
 
     def mesh(self) -> Mesh | None:
         """The mesh over all ranks that most tensors have, or the commonest one."""
