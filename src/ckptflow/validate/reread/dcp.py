@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MOST_ENTRY_BYTES = 128 * 10**6
 """An entry is loaded whole; tensors with larger ones are left to the manifest's pieces."""
 
+OPTIMIZER = "optim"
+"""Keys that begin so are its states: two thirds of all entries."""
+
 
 class DcpRereader:
     """Tensors that ``.metadata`` lists, under the names that a person would give them."""
@@ -32,11 +35,12 @@ class DcpRereader:
     def __init__(self, directory: Path, files: Mapping[str, Path]) -> None:
         self._files = files
         state = stub_state(read_pickle((directory / ".metadata").read_bytes(), str(directory / ".metadata")))
-        self._tensors = {str(fqn): stub_state(entry) for fqn, entry in _mapping(state, "state_dict_metadata").items()}
+        entries = _mapping(state, "state_dict_metadata").items()
+        self._tensors = {str(fqn): stub_state(entry) for fqn, entry in entries if not str(fqn).startswith(OPTIMIZER)}
         self._places: dict[tuple[str, Shape], dict[str, Any]] = {}
         for index, info in _mapping(state, "storage_data").items():
             where = stub_state(index)
-            if where.get("offset") is not None:
+            if where.get("offset") is not None and str(where["fqn"]) in self._tensors:
                 self._places[str(where["fqn"]), _sizes(where["offset"])] = dict(stub_state(info))
         self._endings: dict[str, list[str]] = {}
         for fqn in self._tensors:
@@ -47,7 +51,7 @@ class DcpRereader:
 
     def _look_up(self, fqn: str) -> str | None:
         """The key of a model's tensor: trainers put the model at the top or under one or two names of their own."""
-        found = [key for key in self._endings.get(fqn, []) if not key.startswith("optim")]
+        found = self._endings.get(fqn, [])
         for likely in (fqn, f"model.{fqn}"):
             if likely in found:
                 return likely

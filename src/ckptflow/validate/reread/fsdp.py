@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.tensors import Shape
@@ -24,6 +25,7 @@ from ckptflow.validate.reread.torch_stubs import Inert, load_rank_file, parts_of
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.pt$")
 
 
@@ -36,26 +38,61 @@ class LocalShard:
     indices: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a rank's part was cut out of a DTensor.
+
+    Attributes:
+        shape: of the whole.
+        mesh: sizes of the mesh dims.
+        coordinate: of the rank, on each mesh dim.
+        splits: split factor, mesh dim and tensor dim of each shard.
+    """
+
+    shape: Shape
+    mesh: Shape
+    coordinate: Shape
+    splits: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The box that a shard of a ShardedTensor is."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+Parts = tuple[Shape, tuple[tuple["torch.Tensor", Cut | Region | None], ...]]
+"""Shape of the whole, and a rank's own values with their place: None for a tensor that every rank holds whole."""
+
+
 class FsdpRereader:
-    """State dicts of all ranks, loaded by torch with mapped storages."""
+    """State dicts of all ranks, loaded by torch with mapped storages.
+
+    Raises:
+        InconsistentCheckpointError: a file was saved by another rank than its name says.
+        UnsupportedCheckpointError: partial sums.
+    """
 
     how = "torch.load of every rank file, placed by torch.chunk of the indices"
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._ranks: dict[int, tuple[Path, dict[str, Any]]] = {}
+        self._ranks: dict[int, tuple[Path, dict[str, Parts]]] = {}
+        same: dict[object, Any] = {}
         for path in files:
             match = RANK_FILE.search(path.name)
             if match is None:
                 raise RuntimeError(f"{path.name} does not name its rank")
-            self._ranks[int(match.group(2))] = (path, load_rank_file(path))
+            rank = int(match.group(2))
+            self._ranks[rank] = path, _RankFile(path, rank, same).parts()
         names = [name for _, state in self._ranks.values() for name in state]
         self._look_up = by_plain_name(list(dict.fromkeys(names)))
         self._shards = lru_cache(maxsize=4)(self._find_shards)
 
     def shape(self, fqn: str) -> Shape | None:
         name = self._look_up(fqn)
-        value = None if name is None else next((s[name] for _, s in self._ranks.values() if name in s), None)
-        return None if value is None or not hasattr(value, "shape") else tuple(value.shape)
+        return None if name is None else next((s[name][0] for _, s in self._ranks.values() if name in s), None)
 
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         import torch
@@ -85,18 +122,49 @@ class FsdpRereader:
     def _find_shards(self, fqn: str) -> list[LocalShard]:
         name = self._look_up(fqn)
         found: list[LocalShard] = []
-        for rank, (path, state) in sorted(self._ranks.items()):
+        for _, (path, state) in sorted(self._ranks.items()):
             if name is None or name not in state:
                 continue
-            value = state[name]
-            parts = parts_of(value)
-            if parts is None:
-                return [LocalShard(path, value.detach(), _all_indices(value.shape))]  # whole in every rank
-            if isinstance(parts, dict):
-                found.append(_dtensor_shard(fqn, path, rank, tuple(value.shape), parts))
-            else:
-                found += _sharded_tensor_shards(path, parts)
+            for local, place in state[name][1]:
+                if place is None:
+                    return [LocalShard(path, local, _all_indices(local.shape))]
+                found.append(_placed(fqn, path, local, place))
         return [s for s in found if s.local.numel()] or found[:1]
+
+
+class _RankFile:
+    """Takes a rank's state dict to what is needed of it: there are as many parts as tensors times ranks."""
+
+    def __init__(self, path: Path, rank: int, same: dict[object, Any]) -> None:
+        self._path, self._rank, self._same = path, rank, same
+        self._meshes: dict[int, tuple[Shape, Shape]] = {}
+
+    def parts(self) -> dict[str, Parts]:
+        state = load_rank_file(self._path)
+        return {sys.intern(name): self._parts(name, value) for name, value in state.items() if hasattr(value, "shape")}
+
+    def _parts(self, name: str, value: torch.Tensor) -> Parts:
+        shape, parts = self._one(tuple(value.shape)), parts_of(value)
+        if parts is None:
+            return shape, ((value.detach(), None),)
+        if isinstance(parts, dict):
+            return shape, ((parts["_local_tensor"].detach(), self._cut(name, shape, parts["_spec"].state)),)
+        return shape, tuple((s.state["tensor"].detach(), self._region(s.state["metadata"].state)) for s in parts[0])
+
+    def _cut(self, name: str, shape: Shape, spec: Mapping[str, Any]) -> Cut:
+        mesh = spec["mesh"]
+        if id(mesh) not in self._meshes:  # the tensors of one file share its few meshes
+            self._meshes[id(mesh)] = _mesh_place(mesh.state, self._rank, self._path)
+        splits = [_split(name, self._path, mesh_dim, p) for mesh_dim, p in enumerate(spec["placements"])]
+        return self._one(Cut(shape, *self._meshes[id(mesh)], tuple(s for s in splits if s is not None)))
+
+    def _region(self, metadata: Mapping[str, Any]) -> Region:
+        return self._one(Region(tuple(metadata["shard_offsets"]), tuple(metadata["shard_sizes"])))
+
+    def _one(self, value: T) -> T:
+        """The same object for equal ones."""
+        found: T = self._same.setdefault(value, value)
+        return found
 
 
 def _grid(rows: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -110,30 +178,35 @@ def _grid(rows: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _all_indices(shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    return tuple(map(_counted, shape))
+
+
+@lru_cache(maxsize=16)
+def _counted(size: int) -> torch.Tensor:
+    """All indices of a dim, which the parts of all ranks share."""
     import torch
 
-    return tuple(torch.arange(n) for n in shape)
+    return torch.arange(size)
 
 
-def _dtensor_shard(fqn: str, path: Path, rank: int, shape: Shape, parts: dict[str, Any]) -> LocalShard:
+def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> LocalShard:
     import torch
 
-    spec = parts["_spec"].state
-    sizes, coordinate = _mesh_place(spec["mesh"].state, rank, path)
-    indices = list(_all_indices(shape))
-    splits = [_split(fqn, path, mesh_dim, placement) for mesh_dim, placement in enumerate(spec["placements"])]
+    if isinstance(place, Region):
+        ranges = zip(place.offsets, place.sizes, strict=True)
+        return LocalShard(path, local, tuple(torch.arange(offset, offset + size) for offset, size in ranges))
+    indices = list(_all_indices(place.shape))
     # Left to right, but a strided shard was cut after those on its right: the larger its factor, the later.
-    done = [1] * len(shape)
-    for factor, mesh_dim, dim in sorted(split for split in splits if split is not None):
+    done = [1] * len(place.shape)
+    for factor, mesh_dim, dim in sorted(place.splits):
         if factor > 1 and factor != done[dim]:
             raise UnsupportedCheckpointError(
                 "a strided shard does not fit its mesh", file=path, tensor=fqn, expected=done[dim], found=factor
             )
-        chunks = torch.chunk(indices[dim], sizes[mesh_dim])
-        at = coordinate[mesh_dim]
+        chunks = torch.chunk(indices[dim], place.mesh[mesh_dim])
+        at = place.coordinate[mesh_dim]
         indices[dim] = chunks[at] if at < len(chunks) else indices[dim][:0]
-        done[dim] *= sizes[mesh_dim]
-    local = parts["_local_tensor"].detach()
+        done[dim] *= place.mesh[mesh_dim]
     wanted = tuple(len(index) for index in indices)
     if prod(wanted) != local.numel() or (local.numel() and tuple(local.shape) != wanted):
         raise InconsistentCheckpointError(
@@ -157,7 +230,7 @@ def _split(fqn: str, path: Path, mesh_dim: int, placement: Inert) -> tuple[int, 
     return int(values.get("split_factor", 1)), mesh_dim, int(values["dim"])
 
 
-def _mesh_place(mesh: dict[str, Any], rank: int, path: Path) -> tuple[list[int], list[int]]:
+def _mesh_place(mesh: Mapping[str, Any], rank: int, path: Path) -> tuple[Shape, Shape]:
     """Sizes of the mesh dims, and the rank's coordinate on each.
 
     Raises:
@@ -182,7 +255,7 @@ def _mesh_place(mesh: dict[str, Any], rank: int, path: Path) -> tuple[list[int],
             found=f"mesh coordinate {list(saved)}",
             fix="the files were renamed or swapped; copy the checkpoint again",
         )
-    return sizes, coordinate
+    return tuple(sizes), tuple(coordinate)
 
 
 def _axes(layout: Inert) -> Sequence[Inert]:
@@ -202,17 +275,3 @@ def _along(position: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
     for size, stride in zip(sizes, strides, strict=True):
         coordinate = coordinate * size + position // stride % size
     return coordinate
-
-
-def _sharded_tensor_shards(path: Path, parts: Sequence[Any]) -> list[LocalShard]:
-    import torch
-
-    shards = []
-    for shard in parts[0]:
-        metadata = shard.state["metadata"].state
-        indices = tuple(
-            torch.arange(offset, offset + size)
-            for offset, size in zip(metadata["shard_offsets"], metadata["shard_sizes"], strict=True)
-        )
-        shards.append(LocalShard(path, shard.state["tensor"].detach(), indices))
-    return shards
