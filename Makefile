@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STEPS ?=
 # Processes for the tests; each starts servers of its own.
 WORKERS ?= 2
@@ -29,11 +30,12 @@ venv: $(INSTALLED)
 
 # Of the packages' modules, 17,000, most are never imported; those that are get compiled then.
 $(INSTALLED): requirements/base.txt requirements/dev.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements/dev.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
-	$(BIN)/python -m compileall -q src tasks flows
-	touch $@
+	@echo "Installing the packages of requirements/dev.txt into .venv. It takes minutes and says only what fails."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install --no-compile -r requirements/dev.txt
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q src tasks flows
+	@touch $@
 
 demo: $(INSTALLED)
 	$(BIN)/ckptflow demo $(if $(filter-out 0,$(KEEP)),--keep) $(if $(STEPS),--steps $(STEPS))

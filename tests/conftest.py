@@ -12,7 +12,15 @@ import pytest
 from ckptflow.askprocess import ADDRESS_VARIABLE, Server
 from servers.prefect_database import DIRECTORY_VARIABLE
 
-pytest_plugins = ["servers.fixtures", "publishing", "published_run", "retention_run", "gpu_processes"]
+pytest_plugins = [
+    "servers.fixtures",
+    "publishing",
+    "published_run",
+    "retention_run",
+    "gpu_processes",
+    "announcing",
+    "hub_faults",
+]
 
 FIXTURES_ENV = "CKPTFLOW_FIXTURES"
 AN_HOUR_SECONDS = 3600

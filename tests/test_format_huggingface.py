@@ -20,20 +20,14 @@ from ckptflow.errors import (
     UnsafeFileError,
     UnsupportedCheckpointError,
 )
-from ckptflow.formats.base import ReadOptions
-from ckptflow.formats.registry import check, locate, read
-from ckptflow.manifest import CheckpointManifest
-from reading import as_numpy, assert_same_bits, read_source
+from ckptflow.formats.registry import check, locate
+from reading import as_numpy, assert_same_bits, manifest_of, read_source
 
 FULL = {
     "embed.weight": torch.arange(12.0).reshape(4, 3),
     "norm.weight": torch.ones(3),
     "head.weight": torch.zeros(4, 3),
 }
-
-
-def manifest_of(path: Path) -> CheckpointManifest:
-    return read(locate(path), ReadOptions())
 
 
 def write_config(directory: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -76,3 +76,17 @@ def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> 
 def from_local(local: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
     """A DTensor with these local values, whatever they are, and the shape of ``full``."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def sharded_pair(directory: Path, **changes: Any) -> Path:
+    """Two ranks; rank 1 differs by ``changes``."""
+
+    def state(rank: int) -> dict[str, Any]:
+        facts: dict[str, Any] = {"shape": (4, 2), "dtype": torch.float32, "mesh": (2,), "placements": [Shard(0)]}
+        if rank == 1:
+            facts |= changes
+        full = torch.zeros(facts["shape"], dtype=facts["dtype"])
+        state = {"w": sharded(full, mesh_of(facts["mesh"]), facts["placements"])}
+        return {**state, **facts.get("more", {})}
+
+    return save_ranks(directory, 2, state)

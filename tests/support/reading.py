@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckptflow.dtypes import numpy_dtype
+from ckptflow.formats.base import ReadOptions
+from ckptflow.formats.registry import locate, read
+from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import TensorSource, check_tiling
 
@@ -69,3 +73,8 @@ def folded_values(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
         rows = rows * factor.reshape(-1, *[1] * (rows.ndim - 1))
         result = rows.T if fold.transposed else rows
     return result
+
+
+def manifest_of(path: Path) -> CheckpointManifest:
+    """What is read of a checkpoint that needs no options."""
+    return read(locate(path), ReadOptions())
