@@ -18,8 +18,11 @@ from ckptflow.request import ConvertRequest
 from ckptflow.validate.reread.base import Rereader, boxes
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.fsdp import FsdpRereader
+from ckptflow.validate.reread.megatron import MegatronDistRereader
 from ckptflow.validate.reread.torch_stubs import load_rank_file
 from ckptflow.validate.verify import verify
+from megatron_dist_writer import dist_tensors, save
+from megatron_models import CONFIGS, config_of, hf_model
 
 
 @contextmanager
@@ -229,3 +232,26 @@ def test_a_conversion_of_rank_files_is_compared_through_the_second_reader(tmp_pa
     values = report.checks[-1]
     assert (values.name, report.tensors_compared, report.differing_elements) == ("values", 3, 0)
     assert values.figures["source read through"] == FsdpRereader.how
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["stacked", "singletons"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_megatrons_tensors_are_taken_apart_in_every_family(tmp_path: Path, family: str, one_by_one: bool) -> None:
+    config = config_of(family)
+    hf = hf_model(config)
+    out = save(dist_tensors(hf, config, one_by_one), tmp_path / "iter_0000010", config)
+    reader = MegatronDistRereader(DcpRereader(out, {path.name: path for path in out.iterdir()}), config)
+    for fqn, wanted in hf.items():
+        assert reader.shape(fqn) == tuple(wanted.shape), fqn
+        assert torch.equal(read_whole(reader, fqn, most_elements=20), wanted), fqn
+    assert reader.shape("model.layers.4.input_layernorm.weight") is None
+
+
+@pytest.mark.parametrize("name", ["meg_dist_verl_moe_mixtral", "meg_dist_verl_tp2_pp1_qwen2"])
+def test_real_megatron_directories_are_compared_through_the_second_reader(
+    fixtures_dir: Path, name: str, tmp_path: Path
+) -> None:
+    convert(ConvertRequest(path=fixtures_dir / name / "input", out=tmp_path / "out"))
+    report = verify(tmp_path / "out", against=fixtures_dir / name / "input")
+    assert report.passed, report.failures
+    assert report.checks[-1].figures["source read through"] == MegatronDistRereader.how

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptflow.formats.config_files import read_config
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import Shape
@@ -14,6 +15,7 @@ from ckptflow.validate.reread.base import Rereader
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
+from ckptflow.validate.reread.megatron import MegatronDistRereader
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +69,14 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             return FsdpRereader([path for path in files if RANK_FILE.search(path.name)]), None
         if manifest.layout in ("huggingface", "peft"):
             return HuggingFaceRereader(files), None
-        if manifest.layout == "dcp":
+        if manifest.layout in ("dcp", "megatron-dist"):
             by_name = {
                 str(path.relative_to(manifest.path)): path for path in files if path.is_relative_to(manifest.path)
             }
-            return DcpRereader(manifest.path, by_name), None
+            stored = DcpRereader(manifest.path, by_name)
+            if manifest.layout == "dcp" or manifest.config_dir is None:
+                return stored, None
+            return MegatronDistRereader(stored, read_config(manifest.config_dir)), None
     except (pickle.UnpicklingError, RuntimeError, TypeError, KeyError) as error:
         return None, f"torch does not load the source: {str(error)[:300]}"
     return None, f"no second reader for the layout {manifest.layout}"

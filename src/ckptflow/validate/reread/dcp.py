@@ -7,7 +7,8 @@ pickle; what it means is read here again.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -18,13 +19,37 @@ from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 MOST_ENTRY_BYTES = 128 * 10**6
 """An entry is loaded whole; tensors with larger ones are left to the manifest's pieces."""
 
 OPTIMIZER = "optim"
 """Keys that begin so are its states: two thirds of all entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Boxes of a tensor that have elements.
+
+    Attributes:
+        offsets: [chunks, dims], in elements.
+        sizes: the same.
+    """
+
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def meeting(self, offsets: Shape, sizes: Shape) -> Iterator[tuple[Shape, Shape]]:
+        """Offsets and sizes of those that have elements in a box."""
+        import numpy as np
+
+        ends = np.add(offsets, sizes)
+        meets = ((self.offsets < ends) & (self.offsets + self.sizes > offsets)).all(axis=1)
+        for index in np.flatnonzero(meets):
+            yield tuple(self.offsets[index].tolist()), tuple(self.sizes[index].tolist())
 
 
 class DcpRereader:
@@ -48,6 +73,9 @@ class DcpRereader:
             for first in range(len(parts)):
                 self._endings.setdefault(".".join(parts[first:]), []).append(fqn)
         self._entry = lru_cache(maxsize=2)(self._load_entry)
+        # Megatron stacks all layers and experts in one key, which is asked for as often as there are tensors in it.
+        self.stored_shape = lru_cache(maxsize=1024)(self._find_shape)
+        self._chunks = lru_cache(maxsize=16)(self._find_chunks)
 
     def _look_up(self, fqn: str) -> str | None:
         """The key of a model's tensor: trainers put the model at the top or under one or two names of their own."""
@@ -59,30 +87,38 @@ class DcpRereader:
 
     def shape(self, fqn: str) -> Shape | None:
         key = self._look_up(fqn)
-        if key is None or "size" not in self._tensors[key]:
+        return None if key is None else self.stored_shape(key)
+
+    def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        return self.read_stored(self._look_up(fqn) or fqn, offsets, sizes)
+
+    def _find_shape(self, key: str) -> Shape | None:
+        """Shape of a key; None where there is none, or its entries are compressed or too large to be loaded whole."""
+        if "size" not in self._tensors.get(key, {}):
             return None
-        places = [self._places.get((key, offsets)) for offsets, sizes in self._chunks(key)]
+        places = [self._places.get((key, tuple(offsets))) for offsets in self._chunks(key).offsets.tolist()]
         plain = all(
             p is not None and p["length"] <= MOST_ENTRY_BYTES and not p.get("transform_descriptors") for p in places
         )
         return _sizes(self._tensors[key]["size"]) if plain else None
 
-    def _chunks(self, key: str) -> list[tuple[Shape, Shape]]:
+    def _find_chunks(self, key: str) -> Chunks:
+        import numpy as np
+
         boxes = [stub_state(chunk) for chunk in self._tensors[key]["chunks"]]  # type: ignore[attr-defined]
         found = [(_sizes(box["offsets"]), _sizes(box["sizes"])) for box in boxes]
-        return [(offsets, sizes) for offsets, sizes in found if prod(sizes)]
+        kept = [(offsets, sizes) for offsets, sizes in found if prod(sizes)]
+        shape = (len(kept), 2, len(_sizes(self._tensors[key]["size"])))
+        table = np.array(kept, np.int64).reshape(shape)
+        return Chunks(table[:, 0], table[:, 1])
 
-    def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+    def read_stored(self, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        """As ``read``, of a key as ``.metadata`` has it."""
         import torch
 
-        key = self._look_up(fqn) or fqn
         box: torch.Tensor | None = None
         filled = torch.zeros(sizes, dtype=torch.bool)
-        for at, extent in self._chunks(key):
-            low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
-            if any(h <= lo for lo, h in zip(low, high, strict=True)):
-                continue
+        for at, extent in self._chunks(key).meeting(offsets, sizes):
             entry = self._entry(key, at)
             if tuple(entry.shape) != extent:
                 raise InconsistentCheckpointError(
@@ -91,6 +127,8 @@ class DcpRereader:
                     expected=list(extent),
                     found=list(entry.shape),
                 )
+            low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
             box = torch.empty(sizes, dtype=entry.dtype) if box is None else box
             place = tuple(slice(lo - b, h - b) for lo, h, b in zip(low, high, offsets, strict=True))
             box[place] = entry[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, at, strict=True))]
