@@ -19,6 +19,7 @@ from ckptflow.validate.reread.base import Rereader, boxes
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.fsdp import FsdpRereader
 from ckptflow.validate.reread.megatron import MegatronDistRereader
+from ckptflow.validate.reread.torch_file import TorchFileRereader
 from ckptflow.validate.reread.torch_stubs import load_rank_file
 from ckptflow.validate.verify import verify
 from megatron_dist_writer import dist_tensors, save
@@ -255,3 +256,26 @@ def test_real_megatron_directories_are_compared_through_the_second_reader(
     report = verify(tmp_path / "out", against=fixtures_dir / name / "input")
     assert report.passed, report.failures
     assert report.checks[-1].figures["source read through"] == MegatronDistRereader.how
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("lightning-ckpt", "input/checkpoints/epoch=0-step=4.ckpt"),
+        ("acc-fsdp1-full-w2", "input/pytorch_model_fsdp.bin"),
+    ],
+)
+def test_single_files_are_compared_through_torch(fixtures_dir: Path, name: str, path: str, tmp_path: Path) -> None:
+    source, config_dir = fixtures_dir / name / path, fixtures_dir / name / "input"
+    convert(ConvertRequest(path=source, out=tmp_path / "out", config_dir=config_dir))
+    report = verify(tmp_path / "out", against=source)
+    assert report.passed, report.failures
+    assert report.checks[-1].figures["source read through"] == TorchFileRereader.how
+
+
+def test_of_two_copies_in_one_file_the_one_that_was_converted_is_compared(tmp_path: Path) -> None:
+    state = {"model": {"w": MATRIX, "b": MATRIX[0]}, "ema": {"w": MATRIX * 2, "b": MATRIX[1]}, "rng": torch.zeros(3)}
+    torch.save(state, tmp_path / "step.pt")
+    reader = TorchFileRereader(tmp_path / "step.pt")
+    assert torch.equal(read_whole(reader, "w"), MATRIX)
+    assert torch.equal(read_whole(reader, "b"), MATRIX[0])

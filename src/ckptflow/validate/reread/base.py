@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,5 +66,27 @@ def by_plain_name(names: Sequence[str]) -> Callable[[str], str | None]:
 
     def look_up(fqn: str) -> str | None:
         return fqn if fqn in exact else plain.get(fqn)
+
+    return look_up
+
+
+def by_ending(names: Iterable[str], homes: Sequence[str]) -> Callable[[str], str | None]:
+    """Look-up of a model's tensor among names of a whole training state.
+
+    Args:
+        names: all of them, with dots.
+        homes: where trainers put the model, such as ``""`` and ``"model."``; the first one that has the tensor counts.
+            Without any of them, a name that ends so must be the only one.
+    """
+    endings: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for first in range(len(parts)):
+            endings.setdefault(".".join(parts[first:]), []).append(name)
+
+    def look_up(fqn: str) -> str | None:
+        found = endings.get(fqn, [])
+        at_home = next((name for name in (home + fqn for home in homes) if name in found), None)
+        return found[0] if at_home is None and len(found) == 1 else at_home
 
     return look_up

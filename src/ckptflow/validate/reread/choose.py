@@ -16,6 +16,7 @@ from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
 from ckptflow.validate.reread.megatron import MegatronDistRereader
+from ckptflow.validate.reread.torch_file import TorchFileRereader
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,8 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             return FsdpRereader([path for path in files if RANK_FILE.search(path.name)]), None
         if manifest.layout in ("huggingface", "peft"):
             return HuggingFaceRereader(files), None
+        if manifest.layout in ("lightning", "full-state-dict") and len(files) == 1:
+            return TorchFileRereader(files[0]), None
         if manifest.layout in ("dcp", "megatron-dist"):
             by_name = {
                 str(path.relative_to(manifest.path)): path for path in files if path.is_relative_to(manifest.path)

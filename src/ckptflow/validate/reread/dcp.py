@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
+from ckptflow.validate.reread.base import by_ending
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,23 +68,11 @@ class DcpRereader:
             where = stub_state(index)
             if where.get("offset") is not None and str(where["fqn"]) in self._tensors:
                 self._places[str(where["fqn"]), _sizes(where["offset"])] = dict(stub_state(info))
-        self._endings: dict[str, list[str]] = {}
-        for fqn in self._tensors:
-            parts = fqn.split(".")
-            for first in range(len(parts)):
-                self._endings.setdefault(".".join(parts[first:]), []).append(fqn)
+        self._look_up = by_ending(self._tensors, ("", "model."))
         self._entry = lru_cache(maxsize=2)(self._load_entry)
         # Megatron stacks all layers and experts in one key, which is asked for as often as there are tensors in it.
         self.stored_shape = lru_cache(maxsize=1024)(self._find_shape)
         self._chunks = lru_cache(maxsize=16)(self._find_chunks)
-
-    def _look_up(self, fqn: str) -> str | None:
-        """The key of a model's tensor: trainers put the model at the top or under one or two names of their own."""
-        found = self._endings.get(fqn, [])
-        for likely in (fqn, f"model.{fqn}"):
-            if likely in found:
-                return likely
-        return found[0] if len(found) == 1 else None
 
     def shape(self, fqn: str) -> Shape | None:
         key = self._look_up(fqn)

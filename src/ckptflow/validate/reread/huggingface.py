@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptflow.tensors import Shape
 from ckptflow.validate.reread.base import by_plain_name
+from ckptflow.validate.reread.torch_file import load_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ class HuggingFaceRereader:
                 names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
                 self._slices |= {name: (opened, name) for name in names}
             else:
-                self._slices |= _load(path)
+                self._slices |= load_tensors(path)
         self._look_up = by_plain_name(list(self._slices))
 
     @property
@@ -54,15 +55,3 @@ class HuggingFaceRereader:
         # safetensors can't slice a tensor without dims
         box = opened.get_slice(key)[window] if window else opened.get_tensor(key)
         return box  # noqa: RET504 - its type is declared above
-
-
-def _load(path: Path) -> dict[str, Any]:
-    import torch
-
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError:  # legacy files, not zip, can't be mapped
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(loaded, dict):
-        raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
-    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,64 @@
+"""Single torch files, of a model alone or of a whole training state, through ``torch.load``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptflow.tensors import Shape
+from ckptflow.validate.reread.base import by_ending
+
+if TYPE_CHECKING:
+    import torch
+
+HOMES = ("", "state_dict.", "model.", "module.", "model_state_dict.")
+
+
+class TorchFileRereader:
+    """The tensors of one file, whatever dicts and lists they lie in.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file.
+    """
+
+    how = "torch.load of the file"
+
+    def __init__(self, file: Path) -> None:
+        self._tensors = load_tensors(file)
+        self._look_up = by_ending(self._tensors, HOMES)
+
+    def shape(self, fqn: str) -> Shape | None:
+        name = self._look_up(fqn)
+        return None if name is None else tuple(self._tensors[name].shape)
+
+    def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        return self._tensors[self._look_up(fqn) or fqn][window]
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a torch file, by the keys that lead to them, with dots between.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file, or it holds no dict.
+    """
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # legacy files, not zip, can't be mapped
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
+    return dict(_tensors("", loaded))
+
+
+def _tensors(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value.detach()
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(f"{path}.{key}" if path else str(key), item)
