@@ -356,6 +356,15 @@ def test_compressed_entries_are_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.found == "stream.zstd"
 
 
+def test_a_model_that_was_pickled_as_a_whole_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in one process
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save({"model": WEIGHTS, "epoch": 1}, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
+    with pytest.raises(UnsupportedCheckpointError, match=r"model pickled as a whole(.|\n)*flatten_state_dict=True"):
+        read(tmp_path / "c")
+
+
 def test_two_models_are_ambiguous(tmp_path: Path) -> None:
     path = save({"policy": WEIGHTS, "critic": WEIGHTS}, tmp_path / "c")
     with pytest.raises(AmbiguousCheckpointError) as refused:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptflow.errors import (
     AmbiguousCheckpointError,
@@ -125,6 +130,22 @@ def test_a_wrappers_own_tensors_do_not_hide_its_prefix_in_a_single_file(tmp_path
     assert [entry.name for entry in manifest.left_out] == ["loss.weight"]
 
 
+def test_a_module_that_the_trainer_saved_without_a_config_is_unwrapped_by_the_one_that_is_named(tmp_path: Path) -> None:
+    weights = llama()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(TINY_LLAMA))
+    save_file(
+        {**{f"llm.{n}": t for n, t in weights.items()}, "head.bias": torch.ones(3)}, tmp_path / "model.safetensors"
+    )
+    manifest = without_wrapper_prefix(open_at(tmp_path, tmp_path / "config"))
+    assert values(manifest) == raw(weights)
+    assert [entry.name for entry in manifest.left_out] == ["head.bias"]
+    # Names of an older transformers are left to the loader, which knows them.
+    old = {name.replace("norm.weight", "norm.gamma"): tensor for name, tensor in weights.items()}
+    save_file(old, tmp_path / "model.safetensors")
+    assert values(without_wrapper_prefix(open_at(tmp_path, tmp_path / "config"))) == raw(old)
+
+
 def test_two_models_in_one_state_dict_are_refused(tmp_path: Path) -> None:
     both = {f"{part}.{name}": t for part in ("student", "teacher") for name, t in llama().items()}
     torch.save(both, tmp_path / "model.pt")
@@ -208,6 +229,36 @@ def test_a_full_state_dict_may_lie_under_one_key(tmp_path: Path, key: str | None
     assert manifest.layout == "full-state-dict"
     assert values(manifest) == raw(weights)
     assert {entry.name for entry in manifest.left_out} == (set() if key is None else {"optimizer", "step"})
+
+
+def test_the_model_of_a_dcp_app_that_became_one_torch_file_is_found(tmp_path: Path) -> None:
+    weights = {"a.w": torch.randn(3), "b.w": torch.randn(2, 2)}
+    optimizer = {"state": {"a.w": {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in one process
+        state = {"app": {"model": weights, "optim": optimizer}, "epoch": 3}
+        dcp.save(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
+        dcp_to_torch_save(tmp_path / "step-3", tmp_path / "model.pt")
+    manifest = open_at(tmp_path / "model.pt")
+    assert values(manifest) == raw(weights)
+    assert {entry.name for entry in manifest.left_out} == {"app.optim", "epoch"}
+    assert "the weights are under 'app.model' in the file" in manifest.notes
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"optimizer": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}},
+        {"app": {"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.ones(2)}}},
+        {"app": {"model": {"w": torch.ones(2)}, "log_std": torch.ones(2)}},
+        {"app": {"model": {"w": torch.ones(2)}}, "teacher": {"model": {"w": torch.ones(2)}}},
+    ],
+    ids=["optimizer alone", "two inside", "array beside", "two apps"],
+)
+def test_a_dict_inside_another_that_is_not_clearly_the_model_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="not a model's state dict"):
+        open_at(tmp_path / "x.pt")
 
 
 def test_two_state_dicts_in_one_file_are_refused(tmp_path: Path) -> None:

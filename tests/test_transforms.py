@@ -98,6 +98,14 @@ def test_a_nested_text_config_ties_too() -> None:
     assert len(resolve_ties(plan_of(*map(planned, names)), config).tensors) == 1
 
 
+def test_a_text_config_s_default_does_not_tie_what_the_outer_config_keeps_apart() -> None:
+    config = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}
+    names = ("model.language_model.embed_tokens.weight", "lm_head.weight")
+    plan = resolve_ties(plan_of(*map(planned, names)), config)
+    assert [t.fqn for t in plan.tensors] == list(names)
+    assert plan.equal == ()
+
+
 def test_the_embedding_owns_the_tie_whichever_name_the_file_had_first() -> None:
     plan = resolve_ties(plan_of(planned(HEAD), ties={EMBEDDING: HEAD}), {"tie_word_embeddings": True})
     assert [t.fqn for t in plan.tensors] == [EMBEDDING]

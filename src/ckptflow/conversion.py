@@ -105,7 +105,7 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
         check_tiling(fqn, source)
     config_dir = request.config_dir or manifest.config_dir
     config = read_config(config_dir)
-    plan, adapter_files = plan_adapter(plan_from_manifest(manifest), manifest, request)
+    plan, adapter_files = plan_adapter(plan_from_manifest(manifest), manifest, request, config)
     stem = "adapter_model" if adapter_files else "model"
     plan = plan if adapter_files else use_saved_names(plan, config)
     plan = cast(resolve_ties(plan, config), request.dtype, request.keep_dtype)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-SHAPES = {"model.embed_tokens.weight": (7, 4), "model.norm.weight": (3,), "lm_head.weight": (4, 6)}
+# The last has one row: the second rank writes an entry without elements, at the end of its file.
+SHAPES = {
+    "model.embed_tokens.weight": (7, 4),
+    "model.norm.weight": (3,),
+    "lm_head.weight": (4, 6),
+    "score.weight": (1, 4),
+}
 
 
 def values(name: str) -> torch.Tensor:
@@ -26,7 +32,7 @@ def main(rank: int, store: str, out: str) -> None:
     dims = {"lm_head.weight": 1}
     model = {name: distribute_tensor(values(name), mesh, [Shard(dims.get(name, 0))]) for name in SHAPES}
     moments = {f"state.{name}.exp_avg": tensor * 2 for name, tensor in model.items()}
-    dcp.save({"model": model, "optim": moments}, checkpoint_id=out)
+    dcp.save({"optim": moments, "model": model}, checkpoint_id=out)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -111,6 +111,10 @@ class _Parser:
             self.corrupt("the pickle is not DCP's metadata", expected="a Metadata object", found=stub_name(value))
         state = stub_state(value)
         records = self.records(state.get("storage_data"))
+        ends: dict[str, int] = {}
+        # Shards without elements have entries too, which may be the last of a file.
+        for record in records.values():
+            ends[record.file_name] = max(ends.get(record.file_name, 0), record.end_bytes)
         tensors: dict[str, DcpTensor] = {}
         blobs: dict[str, DcpRecord] = {}
         for key, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
@@ -128,10 +132,6 @@ class _Parser:
         if records:
             fqn, offsets = next(iter(records))
             self.corrupt("a stored chunk belongs to no tensor", tensor=fqn, found=f"offsets {offsets}")
-        ends: dict[str, int] = {}
-        every = [chunk.record for tensor in tensors.values() for chunk in tensor.chunks] + list(blobs.values())
-        for record in every:
-            ends[record.file_name] = max(ends.get(record.file_name, 0), record.end_bytes)
         return DcpMetadata(
             tensors=tensors,
             blobs=blobs,

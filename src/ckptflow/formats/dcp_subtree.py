@@ -148,6 +148,8 @@ def _root(trees: Mapping[str, TreePath], metadata: DcpMetadata, states: Training
             return root
         elif len(others) == 1 and not named:
             root = (*root, children[others[0]])
+        elif not children and not leaves:
+            _no_model(path, metadata)
         else:
             _no_single_model(path, [*sorted(children), *leaves[:3]])
 
@@ -159,15 +161,25 @@ def _is_state_dict(root: TreePath, trees: Mapping[str, TreePath]) -> bool:
 
 
 def _no_single_model(path: str, choices: list[str]) -> NoReturn:
-    if choices:
-        raise AmbiguousCheckpointError(
-            "several parts of the checkpoint could be the model",
-            file=path,
-            expected="one dict called model, or the model's keys at the top level",
-            found=", ".join(choices),
-            fix="load it and save the model's state dict alone with torch.distributed.checkpoint",
-        )
-    raise UnsupportedCheckpointError("no model in this checkpoint", file=path, found="training state only")
+    raise AmbiguousCheckpointError(
+        "several parts of the checkpoint could be the model",
+        file=path,
+        expected="one dict called model, or the model's keys at the top level",
+        found=", ".join(choices),
+        fix="load it and save the model's state dict alone with torch.distributed.checkpoint",
+    )
+
+
+def _no_model(path: str, metadata: DcpMetadata) -> NoReturn:
+    """A planner with ``flatten_state_dict=False`` pickles each dict of the state dict as a whole."""
+    whole = [key for key in metadata.blobs if str(metadata.path_of(key)[-1]) in MODEL_NAMES]
+    raise UnsupportedCheckpointError(
+        "no model in this checkpoint",
+        file=path,
+        expected="tensors that are no training state",
+        found=f"{', '.join(whole)} pickled as a whole, without tensors of its own" if whole else "training state only",
+        fix="save it again with flatten_state_dict=True, which is the planner's default" if whole else None,
+    )
 
 
 def _left_out(metadata: DcpMetadata, states: TrainingState, root: TreePath, taken: set[str]) -> Iterable[LeftOut]:

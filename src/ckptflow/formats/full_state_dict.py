@@ -9,7 +9,7 @@ from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir
 from ckptflow.formats.deepspeed_files import is_state_file
 from ckptflow.formats.files import list_names
-from ckptflow.formats.nested_state_dict import choose_key, open_mapping, read_state_dict
+from ckptflow.formats.nested_state_dict import find_state_dict, open_mapping, read_state_dict
 from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
 from ckptflow.formats.rank_files import OTHER_RANK_FILE, RANK_FILE
 from ckptflow.formats.verdicts import check_whole_file
@@ -23,6 +23,7 @@ SINGLE_FILE = re.compile(r"\.(bin|pt|pth)$")
 # Where training scripts put the model when the optimizer goes into the same file.
 MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 _REASONS = {
+    "optim": "optimizer state, not weights",
     "optimizer": "optimizer state, not weights",
     "optimizer_state_dict": "optimizer state, not weights",
     "lr_scheduler": "learning rate schedule, not weights",
@@ -52,8 +53,8 @@ class FullStateDict:
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """See ``Format.read``."""
         file, torch, top = open_mapping(location.path, location.root)
-        key = choose_key(top, MODEL_KEYS, file.path)
-        held = read_state_dict(file, torch, top, key, _REASONS)
+        at = find_state_dict(top, MODEL_KEYS, file.path)
+        held = read_state_dict(file, torch, top, at, _REASONS)
         adapter, adapter_notes = adapter_spec(held.tensors, location.path.parent / CONFIG_NAME, location.root)
         config_dir = options.config_dir or find_config_dir(location.path.parent, location.root)
         return CheckpointManifest(
@@ -70,7 +71,7 @@ class FullStateDict:
             wrapped=adapter is None and (config_dir is not None or share_first_part([*held.tensors, *held.ties])),
             adapter=adapter,
             notes=(
-                *(() if key is None else (f"the weights are under {key!r} in the file",)),
+                *((f"the weights are under {'.'.join(at)!r} in the file",) if at else ()),
                 *adapter_notes,
                 *held.notes,
             ),

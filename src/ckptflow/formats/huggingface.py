@@ -94,6 +94,8 @@ class HuggingFaceDirectory:
             storage_bytes=sum(file.storage_bytes for file in held.values()),
             wasted_bytes=sum(file.wasted_bytes for file in held.values()),
             config_dir=config_directory(directory, options),
+            # The Trainer saves no config of a module that is not transformers' own; a model may lie in an attribute.
+            wrapped=adapter is None and options.config_dir is not None and not (directory / "config.json").is_file(),
             adapter=adapter,
             notes=(*chosen.notes, *adapter_notes, *(note for file in held.values() for note in file.notes)),
         )

@@ -30,6 +30,9 @@ _REASONS = {
     "callbacks": "state of callbacks, not weights",
     "loops": "progress of the training loop, not weights",
     "hyper_parameters": "hyperparameters, not weights",
+    # Of the callback WeightAveraging, whose average is the state_dict.
+    "current_model_state": "the weights as they are trained on; the state_dict holds their average",
+    "averaging_state": "progress of the average, not weights",
 }
 
 
@@ -62,7 +65,7 @@ class LightningCheckpoint:
                 expected=f"keys {STATE_DICT} and {VERSION}, as Lightning writes them",
                 found=", ".join(list(top)[:8]),
             )
-        held = read_state_dict(file, torch, top, STATE_DICT, _REASONS)
+        held = read_state_dict(file, torch, top, (STATE_DICT,), _REASONS)
         step, version, folder = top.get("global_step"), top.get(VERSION), location.path.parent
         inner, adapter, adapter_notes = _behind_peft(held, folder, location.root)
         return CheckpointManifest(

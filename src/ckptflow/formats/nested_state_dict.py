@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
+from ckptflow.formats.dcp_subtree import STATE_NAMES
 from ckptflow.formats.files import checked_file
 from ckptflow.formats.torch_tensors import (
     TENSOR_TYPES,
@@ -27,6 +28,8 @@ from ckptflow.torchfiles import LazyTensor, TorchFile, open_torch_file
 from ckptflow.transforms.fqn import model_names
 
 MAX_DEPTH = 32
+
+KeyPath = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,51 +71,68 @@ def open_mapping(path: Path, root: Path) -> tuple[SourceFile, TorchFile, Mapping
 
 
 def read_state_dict(
-    file: SourceFile, torch: TorchFile, top: Mapping[str, object], key: str | None, reasons: Mapping[str, str]
+    file: SourceFile, torch: TorchFile, top: Mapping[str, object], at: KeyPath, reasons: Mapping[str, str]
 ) -> StateDictFile:
-    """The weights under ``key`` (None: the file's whole content), and what lies beside them.
+    """The weights in the dict ``at``, and what lies beside it.
 
     Args:
         file: the file.
         torch: its content.
         top: the content's top level.
-        key: where the state dict is.
-        reasons: top-level key → why it is left out, for those that are known.
+        at: keys that lead to the state dict from the top level, which is ``()``.
+        reasons: key → why it is left out, for those that are known.
     """
-    entries, others = state_dict_entries(top if key is None else top[key], file.path)
+    value: object = top
+    beside: list[tuple[str, str, object]] = []
+    for depth, key in enumerate(at):
+        level = cast("Mapping[str, object]", value)
+        beside += [(".".join([*at[:depth], str(k)]), str(k), item) for k, item in level.items() if k != key]
+        value = level[key]
+    entries, others = state_dict_entries(value, file.path)
     plain = {name: plain_tensor(name, tensor, file.path) for name, tensor in entries.items()}
     if not plain:
         raise CorruptFileError("the state dict holds no tensors", file=file.path, found=", ".join(list(top)[:8]))
     aliases = shared_windows(plain)
     names = model_names(plain)
     weights = {id(tensor.storage) for tensor in plain.values()}
-    beside = [] if key is None else [_left_out(k, v, weights, reasons) for k, v in top.items() if k != key]
     _, wasted = storage_use(plain.values())
     return StateDictFile(
         file=file,
         torch=torch,
         tensors={names[name]: source_of(name, t, file) for name, t in plain.items() if name not in aliases},
         ties={names[alias]: names[owner] for alias, owner in aliases.items()},
-        left_out=(*others, *beside),
+        left_out=(*others, *(_left_out(name, item, weights, reasons.get(key)) for name, key, item in beside)),
         storage_bytes=sum(storage.nbytes for storage in torch.storages),
         wasted_bytes=wasted,
         notes=tuple(overlap_notes(plain)),
     )
 
 
-def choose_key(top: Mapping[str, object], keys: tuple[str, ...], path: str) -> str | None:
-    """Where the model's state dict is: None for the top level itself, else the one of ``keys`` that holds tensors.
+def find_state_dict(top: Mapping[str, object], keys: tuple[str, ...], path: str) -> KeyPath:
+    """Where the model's state dict is: ``()`` for the top level, or the one of ``keys`` that holds tensors.
+
+    It may lie inside another dict, as ``{"app": {"model": …, "optim": …}}``, the way in which DCP's tutorial saves, if
+    nothing beside that one but training state holds tensors.
 
     Raises:
         UnsupportedCheckpointError: none or several of them do.
     """
-    beside = [item for item in top.values() if isinstance(item, TENSOR_TYPES)]
+    at: KeyPath = ()
+    level = top
+    for _ in range(MAX_DEPTH):
+        beside = [item for item in level.values() if isinstance(item, TENSOR_TYPES)]
+        found = [key for key in keys if isinstance(level.get(key), Mapping) and holds_tensor(level[key])]
+        # The last loss and random states lie as tensors beside the model's dict.
+        if len(found) == 1 and not any(may_be_weight(item.shape, item.dtype_name) for item in beside):
+            return (*at, found[0])
+        if beside and not at:
+            return ()
+        holders = [key for key, item in level.items() if key not in STATE_NAMES and holds_tensor(item)]
+        inner = level[holders[0]] if len(holders) == 1 else None
+        if not isinstance(inner, Mapping) or not all(isinstance(key, str) for key in inner):
+            break
+        at, level = (*at, holders[0]), cast("Mapping[str, object]", inner)
     found = [key for key in keys if isinstance(top.get(key), Mapping) and holds_tensor(top[key])]
-    # The last loss and random states lie as tensors beside the model's dict.
-    if len(found) == 1 and not any(may_be_weight(item.shape, item.dtype_name) for item in beside):
-        return found[0]
-    if beside:
-        return None
     raise UnsupportedCheckpointError(
         "a torch file that is not a model's state dict",
         file=path,
@@ -122,10 +142,9 @@ def choose_key(top: Mapping[str, object], keys: tuple[str, ...], path: str) -> s
     )
 
 
-def _left_out(key: str, value: object, weights: set[int], reasons: Mapping[str, str]) -> LeftOut:
+def _left_out(name: str, value: object, weights: set[int], reason: str | None) -> LeftOut:
     storages = {id(t.storage): t.storage.nbytes for t in _tensors(value) if id(t.storage) not in weights}
-    reason = reasons.get(key, "not the model's state dict")
-    return LeftOut(name=key, reason=reason, nbytes=sum(storages.values()))
+    return LeftOut(name=name, reason=reason or "not the model's state dict", nbytes=sum(storages.values()))
 
 
 def _tensors(value: object) -> Iterator[LazyTensor]:

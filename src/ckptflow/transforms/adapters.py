@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from ckptflow.errors import CheckpointError, UnsupportedCheckpointError, UsageError
 from ckptflow.manifest import CheckpointManifest
@@ -10,23 +11,30 @@ from ckptflow.plan import ConsolidationPlan
 from ckptflow.request import ConvertRequest
 from ckptflow.transforms.fqn import is_peft_name
 from ckptflow.transforms.lora import export_adapter, fold_lora
+from ckptflow.transforms.lora_ties import check_tied_modules
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def plan_adapter(
-    plan: ConsolidationPlan, manifest: CheckpointManifest, request: ConvertRequest
+    plan: ConsolidationPlan, manifest: CheckpointManifest, request: ConvertRequest, config: Mapping[str, object]
 ) -> tuple[ConsolidationPlan, dict[str, bytes]]:
     """Apply ``--adapter``.
 
     A PEFT directory with its base model at hand is folded unless told otherwise: asking for a model leaves no doubt.
     A checkpoint that holds both is not: base model or adapter could be meant.
 
+    Args:
+        plan: all tensors under the names of the checkpoint.
+        manifest: what is in the checkpoint.
+        request: what was asked.
+        config: the model's config.json; empty where there is none.
+
     Returns:
         The plan, and the files that a PEFT directory holds beside its weights; none for a model.
 
     Raises:
-        CheckpointError: LoRA is there and nobody chose; or its alpha is unknown.
+        CheckpointError: LoRA is there and nobody chose; its alpha is unknown; or it unties what the config ties.
         UsageError: an adapter was asked for where there is none.
     """
     spec = manifest.adapter
@@ -44,6 +52,7 @@ def plan_adapter(
             file=manifest.path,
             fix="fold it in with --adapter merge, or write it as a PEFT directory with --adapter export",
         )
+    check_tied_modules(plan, spec, config)
     return fold_lora(plan, spec, request.lora_alpha), {}
 
 

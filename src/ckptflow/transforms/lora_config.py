@@ -38,7 +38,11 @@ def check_supported(config: Mapping[str, object], config_path: object = None) ->
     file = None if config_path is None else str(config_path)
     if kind != "LORA":
         raise UnsupportedCheckpointError(
-            "a PEFT method that ckptflow can't fold", file=file, expected="peft_type LORA", found=kind
+            "a PEFT method that ckptflow can't fold",
+            file=file,
+            expected="peft_type LORA",
+            found=kind,
+            fix="merge it with PEFT (merge_and_unload), if the method can be merged, and save the result",
         )
     for option in UNSUPPORTED_OPTIONS:
         if config.get(option):

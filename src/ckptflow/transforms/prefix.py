@@ -99,16 +99,24 @@ def without_wrapper_prefix(manifest: CheckpointManifest) -> CheckpointManifest:
         return replace(manifest, notes=(*manifest.notes, f"names are kept as they are: {skeleton.unavailable}"))
     shapes = {fqn: source.shape for fqn, source in manifest.tensors.items()}
     shapes |= {alias: shapes[owner] for alias, owner in manifest.ties.items() if owner in shapes}
-    # A file that was named by its path may hold a model of another kind, such as a critic with a head of its own.
-    named = manifest.layout == "full-state-dict" and not share_first_part(shapes)
+    keeps_names = _may_keep_names(manifest, shapes)
     try:
         prefix, model = _find_model(shapes, skeleton)
     except _NothingFitsError as error:
-        if not named:
+        if not keeps_names:
             raise
         note = f"names are kept as they are, but config.json describes a model with {error.tensor}, which is not here"
         return replace(manifest, notes=(*manifest.notes, note))
-    return manifest if named and not prefix else _renamed(manifest, prefix, {*model, *skeleton.tied})
+    return manifest if keeps_names and not prefix else _renamed(manifest, prefix, {*model, *skeleton.tied})
+
+
+def _may_keep_names(manifest: CheckpointManifest, fqns: Iterable[str]) -> bool:
+    """Whether names that don't fit the config may be the model's own nevertheless.
+
+    A file that was named by its path may hold a model of another kind, such as a critic with a head of its own; Hugging
+    Face files mostly have the model's own names, be it those of an older transformers.
+    """
+    return manifest.layout == "huggingface" or (manifest.layout == "full-state-dict" and not share_first_part(fqns))
 
 
 def _find_model(shapes: Mapping[str, Shape], skeleton: Skeleton) -> tuple[str, Mapping[str, Shape]]:

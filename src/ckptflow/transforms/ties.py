@@ -8,19 +8,23 @@ from dataclasses import replace
 from ckptflow.manifest import EqualSources
 from ckptflow.plan import ConsolidationPlan, PlannedTensor
 
+TIES = "tie_word_embeddings"
 HEAD = "lm_head.weight"
 # Last parts of the input embedding's FQN in transformers' decoder models.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
 
 
 def declares_tied(config: Mapping[str, object]) -> bool:
-    """Whether config.json ties the output head to the input embedding; nested text configs count too.
+    """Whether config.json ties the output head to the input embedding.
 
-    transformers' default is True where a config names nothing, but save_pretrained leaves the field out only when it
-    equals the class's default, which the file doesn't tell: an absent field declares nothing.
+    A text config inside counts where the outer one says nothing: transformers follows the outer one, and writes the
+    inner one's default beside it. Its default is True where a config names nothing, but save_pretrained leaves the
+    field out only when it equals the class's default, which the file doesn't tell: an absent field declares nothing.
     """
+    if isinstance(config.get(TIES), bool):
+        return config[TIES] is True
     nested = [value for key, value in config.items() if key in ("text_config", "llm_config", "language_config")]
-    return any(isinstance(c, Mapping) and c.get("tie_word_embeddings") is True for c in (config, *nested))
+    return any(isinstance(c, Mapping) and c.get(TIES) is True for c in nested)
 
 
 def resolve_ties(plan: ConsolidationPlan, config: Mapping[str, object]) -> ConsolidationPlan:

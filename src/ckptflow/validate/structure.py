@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptflow.output.sidefiles import DTYPE_KEYS
+from ckptflow.transforms.ties import declares_tied
 from ckptflow.validate.files import Record
 from ckptflow.validate.headers import StoredTensor, bytes_by_dtype
 from ckptflow.validate.report import Check, Figure, Status, listing
@@ -127,11 +128,9 @@ def check_ties(
 
 
 def _usual_tie(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, str]:
-    nested = config.get("text_config")
-    declared = config.get("tie_word_embeddings") or (isinstance(nested, dict) and nested.get("tie_word_embeddings"))
     heads = [fqn for fqn in tensors if fqn.endswith("lm_head.weight")]
     embeddings = [fqn for fqn in tensors if fqn.endswith(("embed_tokens.weight", "wte.weight"))]
-    return {heads[0]: embeddings[0]} if declared and len(heads) == 1 == len(embeddings) else {}
+    return {heads[0]: embeddings[0]} if declares_tied(config) and len(heads) == 1 == len(embeddings) else {}
 
 
 def _resolve(live: str, tensors: Tensors) -> str | None:
