@@ -34,6 +34,9 @@ def in_a_shell(command: str, **variables: str) -> subprocess.CompletedProcess[by
         ["retain", "a", "--to", "file:///models", "--settle", "inf"],
         ["watch", "a", "--to", "file:///models", "--poll-seconds", "-1"],
         ["verify", "a", "--timeout", "nan"],
+        ["deploy", "a", "--to", "file:///models", "--heartbeat-seconds", "29"],
+        ["deploy", "a", "--to", "file:///models", "--gpus", "-1"],
+        ["deploy", "a", "--to", "file:///models", "--runs-at-once", "-1"],
     ],
 )
 def test_a_number_that_is_none_is_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +105,39 @@ def test_closed_streams_are_no_files_of_the_output(tmp_path: Path) -> None:
 def test_output_that_nothing_takes_fails_and_blames_no_file(tmp_path: Path) -> None:
     ended = in_a_shell(f"{CKPTFLOW} detect '{tmp_path}' --json > /dev/full")
     assert (ended.returncode, ended.stderr) == (1, b"ckptflow: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value", "told"),
+    [
+        ("run", "PREFECT_LOGGING_LEVEL", "LOUD", b"level of LoggingSettings"),
+        ("run", "CKPTFLOW_RETRIES", "often", b"retries of Limits"),
+        ("run", "CKPTFLOW_TASK_RUNNER", "celery", b"task_runner of Workers"),
+        ("watch --in-process", "CKPTFLOW_RETRIES", "often", b"retries of Limits"),
+        ("deploy", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "5", b"heartbeat_frequency of FlowsSettings"),
+    ],
+)
+def test_a_variable_that_holds_what_it_can_not_is_wrong_usage(
+    tmp_path: Path, command: str, name: str, value: str, told: bytes
+) -> None:
+    step = hf_step(tmp_path / "run" / "checkpoint-10")
+    away = "http://127.0.0.1:9/api"
+    variables = {"PREFECT_HOME": str(tmp_path / "home"), "PREFECT_API_URL": away, name: value}
+    ended = in_a_shell(f"{CKPTFLOW} {command} '{step}' --to 'file://{tmp_path}/models'", **variables)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    assert b"ckptflow: a setting in the environment is refused" in ended.stderr
+    assert told in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["watch", "deploy"])
+def test_a_server_that_is_named_by_nothing_is_none(tmp_path: Path, command: str) -> None:
+    to = f"--to 'file://{tmp_path}/models'"
+    ended = in_a_shell(
+        f"{CKPTFLOW} {command} '{tmp_path}' {to}", PREFECT_HOME=str(tmp_path / "home"), PREFECT_API_URL=""
+    )
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    assert b"no Prefect server is named" in ended.stderr
 
 
 def test_a_server_that_is_away_is_told_in_words(tmp_path: Path) -> None:

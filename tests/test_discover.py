@@ -15,6 +15,8 @@ from ckptflow.destinations import destination_of
 from ckptflow.discover import by_step, discover
 from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
 from ckptflow.formats.registry import global_step_of, locate
+from ckptflow.publish.settings import PublishSettings
+from ckptflow.publish.targets import open_target
 from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 
@@ -150,6 +152,16 @@ def test_a_checkpoint_always_has_the_same_destination(tmp_path: Path) -> None:
     location = locate(hf_step(tmp_path / "my-run" / "checkpoint-10"))
     assert destination_of(location, "s3://bucket/models/") == "s3://bucket/models/my-run/step-10"
     assert destination_of(location, "s3://b/{run}-{step}") == "s3://b/my-run-step-10"
+
+
+@pytest.mark.parametrize("name", ["lr=1e-4#2", "is it?", "100%25", "a%41", "two\nlines", "späte läufe"])
+def test_a_run_is_published_under_its_own_name_whatever_that_is(tmp_path: Path, name: str) -> None:
+    location = locate(hf_step(tmp_path / name / "checkpoint-10"))
+    models = tmp_path / "models"
+    target = open_target(destination_of(location, models.as_uri()), PublishSettings())
+    assert target.put_bytes("config.json", b"{}")
+    target.close()
+    assert (models / name / "step-10" / "config.json").read_bytes() == b"{}"
 
 
 def test_the_command_prints_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,17 @@ def lab_delete(lab: FlowLab, identifier: str) -> None:
     urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=30).close()
 
 
+def test_a_machine_that_is_at_fault_is_told_in_words(lab: FlowLab, tmp_path: Path) -> None:
+    path = write_fsdp_step(tmp_path / "no-room-to-work")
+    (tmp_path / "file").touch()
+    ended = lab.run(path, (tmp_path / "models").as_uri(), "--work-dir", str(tmp_path / "file"))
+    (run,) = lab.runs("post-training no-room-to-work step-10")
+    assert (ended.status, run["state_name"]) == (1, "Failed")
+    assert run["state"]["message"].startswith(f"can't write here; file: {tmp_path / 'file'}; found: ")
+    assert "; what to do: " in run["state"]["message"]
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_file_that_takes_too_long_stops_and_frees_the_gpu_for_the_next_run(lab: FlowLab, tmp_path: Path) -> None:
     path = write_fsdp_step(tmp_path / "slow")
     case = {"parameters": parameters(path, (tmp_path / "models").as_uri())}

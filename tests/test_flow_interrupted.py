@@ -70,6 +70,9 @@ def test_a_run_killed_in_the_merge_and_again_in_the_upload_is_finished_without_d
     published = objects_at(s3_server, f"{uri}/killed/step-10")
     assert without_record(published) == without_record(contents_of(tmp_path / "out"))
     assert published["ckptflow.json"] == (work / "killed-step-10" / "ckptflow.json").read_bytes()
+    runs = lab.runs("post-training killed step-10")
+    assert [run["state_name"] for run in runs] == ["Crashed", "Crashed", "Completed"], "none is Running for ever"
+    assert {tuple(run["tags"]) for run in runs} == {("ckptflow",)}, "the automation that misses heartbeats sees them"
 
 
 def kill_at_file(number: int, process: subprocess.Popen[str]) -> Callable[[Request], Answer | None]:

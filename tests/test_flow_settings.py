@@ -42,6 +42,7 @@ def test_what_is_none_is_refused_without_being_shown(text: str, said: str) -> No
     with pytest.raises(UsageError, match=said) as raised:
         destinations_of(f"file:///fine {text}")
     assert "hunter2" not in str(raised.value)
+    assert "pattern" not in str(raised.value)
 
 
 def test_one_text_or_a_list_say_the_same() -> None:

@@ -1,7 +1,8 @@
-"""A run waits for a server that is too busy to answer whether a slot is free, and for nothing else."""
+"""A run waits for a server that is too busy or away to answer whether a slot is free, and for nothing else."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,17 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from ckptflow_tasks.step import SLOT_TRIES, with_slot
 
 BUSY = ConcurrencySlotAcquisitionError("Unable to acquire concurrency slots on ['tag:gpu']: 503 Service Unavailable")
+
+
+RESTART_SECONDS = 180.0
+
+
+@pytest.fixture(autouse=True)
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits so far, in seconds, none of which takes any time."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
 
 
 def answers(*outcomes: Exception | str) -> tuple[list[str], Callable[[str], str]]:
@@ -32,11 +44,12 @@ def test_a_busy_server_is_asked_again() -> None:
     assert calls == ["step-10"] * 3
 
 
-def test_one_that_never_answers_is_given_up() -> None:
+def test_one_that_never_answers_is_given_up_once_it_had_the_time_to_restart(waited: list[float]) -> None:
     calls, tagged = answers(*[BUSY] * (SLOT_TRIES + 5))
     with pytest.raises(ConcurrencySlotAcquisitionError, match="tag:gpu"):
         with_slot(tagged, "step-10")
     assert len(calls) == SLOT_TRIES
+    assert sum(waited) > RESTART_SECONDS
 
 
 def test_a_task_that_fails_is_not_called_again() -> None:

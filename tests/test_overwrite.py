@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,31 @@ def test_an_empty_path_is_not_the_working_directory(arguments: list[str], capsys
 def test_a_file_system_that_takes_no_files_is_told_at_once() -> None:
     with pytest.raises(OutputError, match="can't write here"), exclusive(Path("/proc/.model.ckptflow/lock")):
         pass
+
+
+def test_a_lock_that_another_user_left_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        lock = Path(name) / "shared" / ".my-run-step-10.lock"
+        lock.parent.mkdir()
+        for path, mode in ((lock.parent.parent, 0o755), (lock.parent, 0o777)):
+            path.chmod(mode)
+        lock.touch(mode=0o444)
+        with as_nobody(), pytest.raises(OutputError, match="a lock is another user's") as raised, exclusive(lock):
+            pass
+    assert raised.value.file == str(lock)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write everywhere; a test that is not run by root is nobody enough."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_a_run_clears_away_its_own_model_and_nothing_else(actor: Path, tmp_path: Path) -> None:

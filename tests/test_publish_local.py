@@ -60,6 +60,7 @@ def test_a_full_disk_says_so_and_leaves_nothing_half(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "PermanentPublishError" in ended.stderr
     assert "File too large" in ended.stderr
+    assert "what to do: raise the limit on the size of a file" in ended.stderr
     assert contents_of(place) == {}
 
 

@@ -7,25 +7,24 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ckptflow.discover import FoundCheckpoint, by_step, discover, judge
-from ckptflow.errors import AmbiguousCheckpointError, CkptflowError
+from ckptflow.errors import AmbiguousCheckpointError
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
 from ckptflow_flows.decisions import Making
 from ckptflow_flows.making import making_from
-
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
+from ckptflow_flows.telling import server_told, settings_told
 
 # Prefect reads these when it is imported. Its own server, started where none is configured, gets the time that a
 # slow disk needs for the first migration, and neither side calls home.
 PREFECT_DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # A run that is killed is missed soon, by a server that `ckptflow deploy` has set up.
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "ckptflow,ckptflow_tasks",
     # The library logs from threads of its own too, which belong to no run.
@@ -59,7 +58,7 @@ def run_checkpoints(args: argparse.Namespace) -> list[Outcome]:
 
     Raises:
         NotACheckpointError: nothing is there.
-        UsageError: a destination is not one, or is named twice.
+        UsageError: a destination is not one, or is named twice, or a variable holds what it can't.
         CkptflowError: the Prefect server is away.
     """
     making = making_from(args)
@@ -67,25 +66,8 @@ def run_checkpoints(args: argparse.Namespace) -> list[Outcome]:
         os.environ.setdefault(name, value)
     # Prefect's own console handler names run and task; it stands back where there is one already.
     logging.getLogger().handlers.clear()
-    with server_told():
+    with settings_told(), server_told():
         return [_run_one(found, making) for found in _checkpoints(args)]
-
-
-@contextmanager
-def server_told() -> Iterator[None]:
-    """Say in words that a Prefect server is away, or of another version.
-
-    Raises:
-        CkptflowError: it is.
-    """
-    import httpx
-
-    try:
-        yield
-    except (httpx.HTTPError, RuntimeError) as error:
-        raise CkptflowError(
-            "the Prefect server can't be reached", found=error, fix="check PREFECT_API_URL, and that it runs"
-        ) from error
 
 
 def _checkpoints(args: argparse.Namespace) -> Iterator[FoundCheckpoint]:
@@ -106,9 +88,8 @@ def _run_one(found: FoundCheckpoint, making: Making) -> Outcome:
     path, step = str(location.path), location.global_step
     if found.state != "complete":
         return Outcome(path=path, global_step=step, state="waiting", detail=f"{found.state}: {found.reason}")
-    from ckptflow_flows.post_training import post_training
+    from ckptflow_flows.inprocess import run_here
 
-    # The flow is synchronous; its call is typed as if it could be awaited too.
-    state = cast("State[Any]", post_training(making.parameters(location), return_state=True))
+    state = run_here(location, making)
     kind = "published" if state.is_completed() else "refused" if state.name == "Refused" else "failed"
     return Outcome(path=path, global_step=step, state=kind, detail=state.message or state.name or "")

@@ -6,15 +6,16 @@ import argparse
 import os
 
 from ckptflow.errors import UsageError
-from ckptflow_flows.command import PREFECT_DEFAULTS, server_told
+from ckptflow_flows.command import PREFECT_DEFAULTS
 from ckptflow_flows.making import destinations_from
+from ckptflow_flows.telling import server_told, settings_told
 
 
 def deploy_command(args: argparse.Namespace) -> list[str]:
     """Set all up; gives one line for each thing that is there now.
 
     Raises:
-        UsageError: a destination is not one, or has spaces.
+        UsageError: a destination is not one, or has spaces, or a variable holds what it can't.
         CkptflowError: the server can't be reached, or Prefect refused something.
     """
     destinations_from(args.to)
@@ -27,18 +28,18 @@ def deploy_command(args: argparse.Namespace) -> list[str]:
         )
     for name, value in PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    from ckptflow_flows.deploying import Site, deploy
+    with settings_told(), server_told():
+        from ckptflow_flows.deploying import Site, deploy
 
-    site = Site(
-        file=args.file,
-        roots=tuple(args.roots),
-        destinations=tuple(args.to),
-        gpus=args.gpus or None,
-        runs_at_once=args.runs_at_once or None,
-        pool_type=args.pool_type,
-        job_template=args.job_template,
-        heartbeat_seconds=args.heartbeat_seconds,
-        notify=args.notify or None,
-    )
-    with server_told():
+        site = Site(
+            file=args.file,
+            roots=tuple(args.roots),
+            destinations=tuple(args.to),
+            gpus=args.gpus or None,
+            runs_at_once=args.runs_at_once or None,
+            pool_type=args.pool_type,
+            job_template=args.job_template,
+            heartbeat_seconds=args.heartbeat_seconds,
+            notify=args.notify or None,
+        )
         return deploy(site)

@@ -72,10 +72,12 @@ def deploy(site: Site) -> list[str]:
         UsageError: no server is named, or a file or block is missing.
         CkptflowError: Prefect refused a deployment.
     """
-    if get_current_settings().api.url is None:
+    if not get_current_settings().api.url:
         raise UsageError("no Prefect server is named", fix="start one, and set PREFECT_API_URL")
     if not site.file.is_file():
         raise UsageError("no such file with deployments", found=site.file, fix="name it with --file")
+    if site.job_template is not None and not site.job_template.is_file():
+        raise UsageError("no such job template", found=site.job_template, fix="name it with --job-template")
     done = []
     with get_client(sync_client=True) as client:
         for pool, limit in ((GPU_POOL, site.runs_at_once), (CPU_POOL, None)):

@@ -6,13 +6,23 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from prefect import tags
+
 from ckptflow.formats.base import Location
 from ckptflow.watching import ReadyCheckpoint
+from ckptflow_flows.automations import TAG
 from ckptflow_flows.decisions import Ended, LastRun, Making
 from ckptflow_flows.post_training import post_training
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
+
+
+def run_here(location: Location, making: Making) -> State[Any]:
+    """The whole flow in this process; the server that it is told to misses it when the process dies."""
+    with tags(TAG):
+        # The flow is synchronous; its call is typed as if it could be awaited too.
+        return cast("State[Any]", post_training(making.parameters(location), return_state=True))
 
 
 class InProcessRuns:
@@ -32,8 +42,7 @@ class InProcessRuns:
     def start(self, checkpoint: ReadyCheckpoint, making: Making, attempt: int) -> str:
         """Run the whole flow, now."""
         started = time.time()
-        # The flow is synchronous; its call is typed as if it could be awaited too.
-        state = cast("State[Any]", post_training(making.parameters(checkpoint.location), return_state=True))
+        state = run_here(checkpoint.location, making)
         self._last[checkpoint.location] = LastRun(
             attempt=attempt,
             ended=_ended(state),

@@ -9,12 +9,13 @@ from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
+from prefect.context import TagsContext
 from prefect.states import Failed
 
 from ckptflow.convert import claim
 from ckptflow.destinations import label_of
 from ckptflow.discover import SETTLE_SECONDS
-from ckptflow.errors import CheckpointError, UsageError, ValueRefusedError, VerificationError
+from ckptflow.errors import CheckpointError, CkptflowError, UsageError, ValueRefusedError, VerificationError
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
 from ckptflow.locks import exclusive, in_use
@@ -25,6 +26,7 @@ from ckptflow_flows.publication import Publication
 from ckptflow_flows.runners import Workers, one_server
 from ckptflow_flows.settings import PostTraining
 from ckptflow_flows.streaming import stream_model
+from ckptflow_flows.takingover import take_over
 from ckptflow_flows.workplace import Workplace
 from ckptflow_tasks.planning import planned
 from ckptflow_tasks.proving import Proven, validate_model
@@ -68,21 +70,28 @@ def post_training(checkpoint: PostTraining) -> Any:
     try:
         location = locate(checkpoint.path)
         label = label_of(location)
-        state = _publish_missing(checkpoint, location, Workplace.of(checkpoint.machine, location), label)
-    except REFUSALS as error:
-        if heals(error):  # a file that could not be read, as often as it was tried
-            raise
-        logger.error("refused: %s", error)
-        return refused(error)
+        place = Workplace.of(checkpoint.machine, location)
+        with TagsContext(current_tags=set()):  # a run's tags are not its tasks': each of those costs a request
+            state = _publish_missing(checkpoint, location, place, label)
+    except CkptflowError as error:
+        # A file that could not be read, as often as it was tried, says nothing against the checkpoint.
+        if isinstance(error, REFUSALS) and not heals(error):
+            logger.error("refused: %s", error)
+            return refused(error)
+        logger.error("failed: %s", error)
+        return Failed(message=_in_one_line(error), data=error)
     logger.log(logging.INFO if state.is_completed() else logging.ERROR, "%s", state.message)
     return state
 
 
 def refused(error: Exception) -> State[Any]:
     """A failed state that says: the checkpoint is bad, the machine is not."""
+    return Failed(name="Refused", message=_in_one_line(error), data=error)
+
+
+def _in_one_line(error: Exception) -> str:
     # The UI folds lines into one.
-    message = "; ".join(line.strip() for line in str(error).splitlines())
-    return Failed(name="Refused", message=message, data=error)
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def _publish_missing(checkpoint: PostTraining, location: Location, place: Workplace, label: str) -> State[Any]:
@@ -92,6 +101,7 @@ def _publish_missing(checkpoint: PostTraining, location: Location, place: Workpl
     tell = partial(get_run_logger().info, "another run works on %s; waiting for its end", label)
     # Both: where the work is done, which other hosts see as well, and the checkpoint, wherever it is done.
     with in_use(location.path), exclusive(place.lock, tell):
+        take_over(place.lock)
         try:
             missing = publication.look(checkpoint.convert_request(place.out))
             if missing and checkpoint.machine.shrink_source:

@@ -94,6 +94,14 @@ class Validation(Section):
     )
 
 
+#: Of the fields below whose text has a form, in words.
+FORMS = {
+    "uri": "SCHEME://…, without a user name or password in it",
+    "endpoint_url": "SCHEME://…, without a user name or password in it",
+    "credentials_block": "secret/NAME or aws-credentials/NAME",
+}
+
+
 class Destination(Section):
     """Where models are published. Credentials come from the environment, the usual AWS and HF files, or a block.
 
@@ -167,7 +175,7 @@ class Destination(Section):
             first = error.errors(include_input=False, include_url=False)[0]
             raise UsageError(
                 f"{'.'.join(str(part) for part in first['loc'])} of a destination is refused",
-                expected=first["msg"],
+                expected=FORMS[str(first["loc"][0])] if first["type"] == "string_pattern_mismatch" else first["msg"],
                 fix="file:///DIR, s3://BUCKET/PREFIX or hf://ORG/NAME, and ,NAME=VALUE for each further setting",
             ) from None
 

@@ -32,7 +32,7 @@ def server_runs(deployment: str = DEPLOYMENT) -> Iterator[Runs]:
         UsageError: no server is named, or it has no such deployment.
         ConnectionError: it can't be reached.
     """
-    if get_current_settings().api.url is None:
+    if not get_current_settings().api.url:
         raise UsageError("no Prefect server is named", fix="set PREFECT_API_URL, or add --in-process")
     with ExitStack() as stack:
         try:

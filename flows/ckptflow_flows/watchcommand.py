@@ -17,13 +17,15 @@ from ckptflow_flows.decisions import Patience
 from ckptflow_flows.desk import Connect, Desk
 from ckptflow_flows.making import making_from
 from ckptflow_flows.starting import MAX_WAITING, Outcome, Starter
+from ckptflow_flows.telling import settings_told
 
 
 def watch_command(args: argparse.Namespace) -> int:
     """Watch until SIGTERM or Ctrl-C.
 
     Raises:
-        UsageError: a destination is not one, no server is named, or it has no deployment of post-training.
+        UsageError: a destination is not one, no server is named, it has no deployment of post-training, or a variable
+            holds what it can't.
     """
     making = making_from(args)
     for name, value in PREFECT_DEFAULTS.items():
@@ -31,8 +33,6 @@ def watch_command(args: argparse.Namespace) -> int:
     # Prefect brings its own handlers in a flow's process; here are none but ours.
     logging.getLogger("ckptflow_flows").setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    from ckptflow_flows.watch import AWAY, watch_forever
-
     starter = Starter(
         making=making,
         policy=args.policy,
@@ -48,7 +48,10 @@ def watch_command(args: argparse.Namespace) -> int:
     )
     if args.alive_file is not None:
         batches = _touching(args.alive_file, batches)
-    watch_forever(batches, Desk(starter=starter, connect=_connect(args), report=_print, away=AWAY))
+    with settings_told():
+        from ckptflow_flows.watch import AWAY, watch_forever
+
+        watch_forever(batches, Desk(starter=starter, connect=_connect(args), report=_print, away=AWAY))
     return 0
 
 

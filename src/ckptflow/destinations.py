@@ -8,6 +8,8 @@ from pathlib import Path
 from ckptflow.formats.base import Location
 
 PLACEHOLDER = re.compile(r"\{(run|step|role)\}")
+# Signs of a name that mean something else in a file:// address, or that are dropped there.
+_NOT_IN_FILE_ADDRESSES = re.compile(r"[%?#\x00-\x1f\x7f]")
 
 
 def run_name(location: Location) -> str:
@@ -53,6 +55,8 @@ def destination_of(location: Location, destination_uri: str) -> str:
     """
     role = location.role or "model"
     values = {"run": run_name(location), "step": step_name(location), "role": role}
+    if destination_uri.startswith("file://"):
+        values = {name: _in_file_address(value) for name, value in values.items()}
     if "{step}" in destination_uri:
         return PLACEHOLDER.sub(lambda m: values[m.group(1)], destination_uri)
     base = PLACEHOLDER.sub(lambda m: values[m.group(1)], destination_uri).rstrip("/")
@@ -62,5 +66,9 @@ def destination_of(location: Location, destination_uri: str) -> str:
     parts = [] if "{run}" in destination_uri else [values["run"]]
     parts.append(values["step"])
     if role not in ("model", "actor") and "{role}" not in destination_uri:
-        parts.append(role)
+        parts.append(values["role"])
     return base + ("@" if is_hub else "/") + "/".join(parts)
+
+
+def _in_file_address(name: str) -> str:
+    return _NOT_IN_FILE_ADDRESSES.sub(lambda sign: f"%{ord(sign.group()):02X}", name)

@@ -139,8 +139,14 @@ def _open(path: Path) -> int:
             # The last holder removed the directory between the two calls; or, like /proc, it takes no files at all.
             if isinstance(error, FileNotFoundError) and tries < _OPEN_TRIES:
                 continue
+            if isinstance(error, PermissionError) and os.path.lexists(path):
+                fix = "remove it if no run of its owner is at work, or choose a directory elsewhere"
+                raise OutputError("a lock is another user's", file=path, found=error.strerror, fix=fix) from error
             raise OutputError(
-                "can't write here", file=path.parent, found=error.strerror, fix="choose a directory elsewhere"
+                "can't write here",
+                file=path.parent,
+                found=error.strerror,
+                fix="choose a directory elsewhere: OUT, or --work-dir of a run",
             ) from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,7 +27,8 @@ R = TypeVar("R")
 
 #: Tasks that compute on tensors; a limit on this tag is the number of GPUs.
 GPU = "gpu"
-SLOT_TRIES = 10
+# A server that restarts refuses connections at once: without these waits all tries would be over in seconds.
+SLOT_TRIES, SLOT_WAIT_SECONDS, SLOT_WAIT_LIMIT_SECONDS = 10, 2.0, 60.0
 # A network file system that hiccups, a server that is away. A full disk or a missing file won't heal by itself.
 HEALING_ERRNOS = frozenset(
     (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTUNREACH)
@@ -67,20 +69,23 @@ def step(
 
 
 def with_slot(tagged: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a task that has a tag, again where the server was too busy to say whether a slot is free.
+    """Call a task that has a tag, again where the server was too busy, or away, to say whether a slot is free.
 
     A server on SQLite answers a request for a slot with 503 while it writes anything else. Prefect's client asks six
-    times in two minutes, and would then fail a run with which nothing is wrong.
+    times in two minutes, and would then fail a run with which nothing is wrong; one that is being restarted it asks
+    once.
 
     Raises:
         ConcurrencySlotAcquisitionError: it did not answer ``SLOT_TRIES`` times.
         Exception: of the task.
     """
-    for _ in range(SLOT_TRIES - 1):
+    for number in range(SLOT_TRIES - 1):
         try:
             return tagged(*args, **kwargs)
         except ConcurrencySlotAcquisitionError as error:
-            logger.warning("%s: asking again", error)
+            delay = min(SLOT_WAIT_SECONDS * 2**number, SLOT_WAIT_LIMIT_SECONDS)
+            logger.warning("%s: asking again in %.0f s", error, delay)
+            time.sleep(delay)
     return tagged(*args, **kwargs)
 
 

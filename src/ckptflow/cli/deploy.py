@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 
 from ckptflow.cli.console import print_json
-from ckptflow.cli.options import add_json, local_path
+from ckptflow.cli.options import add_json, local_path, not_negative
 from ckptflow.cli.watch import add_places, fill_places
 from ckptflow.errors import UsageError
 
 NOTIFY_ENV = "CKPTFLOW_NOTIFY"
+LEAST_HEARTBEAT_SECONDS = 30
+"""Of Prefect, in which each run fails at once that is told another one."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,16 +27,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="YAML",
         help="the deployments (%(default)s); deployments/NAME that is not here is the one that came with ckptflow",
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="limit behind the tag gpu (1); 0: no limit")
     parser.add_argument(
-        "--runs-at-once", type=int, default=2, metavar="N", help="runs of post-training (2); 0: no limit"
+        "--gpus", type=not_negative, default=1, metavar="N", help="limit behind the tag gpu (1); 0: no limit"
+    )
+    parser.add_argument(
+        "--runs-at-once", type=not_negative, default=2, metavar="N", help="runs of post-training (2); 0: no limit"
     )
     parser.add_argument("--pool-type", metavar="TYPE", help="of new work pools (ckptflow)")
     parser.add_argument("--job-template", type=local_path, metavar="FILE", help="base job template of new work pools")
     parser.add_argument(
         "--heartbeat-seconds",
-        type=int,
-        default=30,
+        type=_heartbeat,
+        default=LEAST_HEARTBEAT_SECONDS,
         metavar="N",
         help="how often a run says that it lives (30, the least); three missed ones mean that it died",
     )
@@ -46,6 +50,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _heartbeat(text: str) -> int:
+    value = int(text)
+    if value < LEAST_HEARTBEAT_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be {LEAST_HEARTBEAT_SECONDS} or more")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:

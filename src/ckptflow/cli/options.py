@@ -92,6 +92,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> int:
+    """A number of 0 or more."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
+
+
 def positive(text: str) -> int:
     """A number of 1 or more."""
     value = int(text)

@@ -166,7 +166,10 @@ def _output_error(error: OSError, path: Path, nbytes: int) -> OutputError:
             found=_free_bytes(path.parent),
             fix="free space, or write to another file system",
         )
-    return OutputError("a weight file can't be written", file=path, found=error.strerror or str(error))
+    fix = None
+    if error.errno == errno.EFBIG:
+        fix = "raise the limit on the size of a file (`ulimit -f`), or make smaller ones: --max-shard-size"
+    return OutputError("a weight file can't be written", file=path, found=error.strerror or str(error), fix=fix)
 
 
 def _free_bytes(directory: Path) -> str | None:

@@ -23,6 +23,13 @@ from ckptflow.publish.targets import Progress
 _TEMP_PREFIX = ".ckptflow-upload-"
 _CHUNK_BYTES = 4 << 20
 _WILL_HEAL = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.EBUSY})
+_CURES = {
+    errno.ENOSPC: "free space, then run it again",
+    errno.EDQUOT: "free space or raise the quota, then run it again",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or make smaller ones: --max-shard-size",
+    errno.EROFS: "mount the file system for writing, or choose another directory",
+    errno.ENAMETOOLONG: "choose a directory with a shorter name",
+}
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 _log = logging.getLogger(__name__)
@@ -182,8 +189,7 @@ class LocalTarget:
                 raise TransientPublishError(
                     "the file system failed", file=path, found=error.strerror, fix=fix
                 ) from error
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            fix = "free space or raise the quota, then run it again" if is_full else "make the directory writable"
+            fix = _CURES.get(error.errno or 0, "make the directory writable")
             raise PermanentPublishError("can't write there", file=path, found=error.strerror, fix=fix) from error
 
 

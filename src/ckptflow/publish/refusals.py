@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from ckptflow.errors import PermanentPublishError, TransientPublishError
 from ckptflow.publish.model import MARKER_NAME, LocalFile, Marker, is_training_name
 
+HOW_TO_OVERWRITE = "`upload --overwrite`, or `,overwrite=true` behind a destination of `run`, `watch` and `deploy`"
+
 
 def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublishError:
     """A marker that is not this model's; ``other`` is None where it does not parse."""
@@ -15,7 +17,7 @@ def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublis
         file=f"{uri}: {MARKER_NAME}",
         expected=f"nothing, or the model with fingerprint {mine.fingerprint}",
         found="a record that does not parse" if other is None else _difference(other, mine),
-        fix="choose another destination, or allow overwriting if that model is to be replaced",
+        fix=f"choose another destination, or replace that model: {HOW_TO_OVERWRITE}",
     )
 
 
@@ -27,7 +29,7 @@ def foreign_files(uri: str, names: Collection[str]) -> PermanentPublishError:
         file=uri,
         expected="nothing, or files of this model with the same content",
         found=", ".join(sorted(names)[:5]) + more,
-        fix="choose an empty destination, or allow overwriting",
+        fix=f"choose an empty destination, or overwrite: {HOW_TO_OVERWRITE}",
     )
 
 
