@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+class UncoveredError(RuntimeError):
+    """A second reader does not cover this checkpoint. The message names what it does not cover."""
+
+
 class Rereader(Protocol):
     """Tensors of a checkpoint, read box by box.
 

@@ -11,8 +11,9 @@ from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import Shape
 from ckptflow.validate.reread import pieces
-from ckptflow.validate.reread.base import Rereader
+from ckptflow.validate.reread.base import Rereader, UncoveredError
 from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.deepspeed import DeepSpeedRereader
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
 from ckptflow.validate.reread.megatron import MegatronDistRereader
@@ -72,6 +73,9 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             return HuggingFaceRereader(files), None
         if manifest.layout in ("lightning", "full-state-dict") and len(files) == 1:
             return TorchFileRereader(files[0]), None
+        if manifest.layout == "deepspeed":
+            # The Trainer's 16-bit copy, which may be among the files, is no part of what is converted.
+            return DeepSpeedRereader([path for path in files if path.suffix != ".safetensors"]), None
         if manifest.layout in ("dcp", "megatron-dist"):
             by_name = {
                 str(path.relative_to(manifest.path)): path for path in files if path.is_relative_to(manifest.path)
@@ -80,6 +84,8 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             if manifest.layout == "dcp" or manifest.config_dir is None:
                 return stored, None
             return MegatronDistRereader(stored, read_config(manifest.config_dir)), None
+    except UncoveredError as error:
+        return None, f"no second reader for {error}"
     except (pickle.UnpicklingError, RuntimeError, TypeError, KeyError) as error:
         return None, f"torch does not load the source: {str(error)[:300]}"
     return None, f"no second reader for the layout {manifest.layout}"

@@ -1,7 +1,8 @@
 """Rank files through ``torch.load(weights_only=True)``, with inert classes in place of torch.distributed's own.
 
 torch's own DeviceMesh, DTensor and ShardedTensor moved between releases, and some refuse to be loaded without a process
-group. What is needed of them is plain data, so every class is replaced by one that only keeps its state.
+group. What is needed of them is plain data, so every class is replaced by one that only keeps its state. So are
+DeepSpeed's classes, which torch does not know.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ PLAIN = (
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
     "torch.distributed.remote_device._remote_device",
+)
+DEEPSPEED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 )
 
 
@@ -104,6 +111,21 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     for placement in PLACEMENTS:
         stub = _placement(placement)
         allowed += [(stub, f"{module}.{placement}") for module in PLACEMENT_MODULES]
+    return _load(path, allowed)
+
+
+def load_deepspeed_file(path: Path) -> dict[str, Any]:
+    """The model or optimizer states of one DeepSpeed file; tensor data is mapped, not read.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file.
+    """
+    return _load(path, [(Inert, name) for name in DEEPSPEED])
+
+
+def _load(path: Path, allowed: list[Any]) -> dict[str, Any]:
+    import torch
+
     with _only_safe_globals(allowed):
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(loaded, dict):
