@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptflow.errors import CheckpointError, CorruptFileError, UnsafeFileError
 from ckptflow.torchfiles import LazyStorage, LazyTensor, open_torch_file, read_pickle, stub_name, stub_state
-from ckptflow.torchfiles.opcodes import MAX_CONTAINERS, scan_pickle
+from ckptflow.torchfiles.opcodes import MAX_CONTAINERS, MAX_OPCODE_BYTES, scan_pickle
 from ckptflow.torchfiles.torch_builders import RebuildTensor
 
 torch = pytest.importorskip("torch")
@@ -214,9 +214,14 @@ class TestBounds:
         with pytest.raises(UnsafeFileError, match="absurd number of objects"):
             read_pickle(b"\x80\x04N" + b"\x8f" * (MAX_CONTAINERS + 1) + b".", "p")
 
+    def test_opcodes_that_would_fill_the_memory_are_refused(self) -> None:
+        number = b"G" + bytes(8)
+        with pytest.raises(UnsafeFileError, match="absurd number of objects"):
+            read_pickle(b"\x80\x04N" + number * (MAX_OPCODE_BYTES // 9) + number + b".", "p")
+
     def test_the_metadata_of_a_large_job_is_no_bomb(self) -> None:
         """405B parameters with two moments on 512 ranks are 1.7 million shards, of 139 bytes and 6 containers each."""
-        shard = b"}\x85" * 3 + text_opcode("x" * 128)
+        shard = b"}\x85" * 3 + b"J\x00\x00\x00\x00" * 23 + text_opcode("__127_0.distc")
         assert scan_pickle(b"\x80\x02" + shard * 1_700_000 + b".", "p") == 3 + 139 * 1_700_000
 
     def test_many_classes_are_refused(self) -> None:

@@ -14,31 +14,11 @@ from typing import NoReturn
 
 from ckptflow.errors import AmbiguousCheckpointError, CorruptFileError, UnsupportedCheckpointError
 from ckptflow.formats.dcp_metadata import DcpMetadata, TreePath
+from ckptflow.formats.state_names import MODEL_NAMES, STATE_NAMES
 from ckptflow.formats.torch_tensors import may_be_weight
 from ckptflow.manifest import LeftOut
 from ckptflow.transforms.fqn import model_names
 
-# What trainers call the dict that holds the weights, at any depth above it.
-MODEL_NAMES = frozenset({"model", "module", "models", "network", "state_dict", "model_state_dict", "model_state"})
-# Training state that is never weights, and what it is.
-STATE_NAMES = {
-    "optim": "optimizer state",
-    "optimizer": "optimizer state",
-    "optimizers": "optimizer state",
-    "optimizer_states": "optimizer state",
-    "optimizer_state_dict": "optimizer state",
-    "lr_scheduler": "learning rate schedule",
-    "lr_schedulers": "learning rate schedule",
-    "scheduler": "learning rate schedule",
-    "dataloader": "position in the training data",
-    "dataset": "position in the training data",
-    "train_state": "training counters",
-    "trainer_state": "training counters",
-    "grad_scaler": "loss scale",
-    "scaler": "loss scale",
-    "ema": "moving average of the weights, not the weights themselves",
-    "extra_state": "training state",
-}
 OPTIMIZER, RNG = STATE_NAMES["optimizer"], "random number generator state"
 # Lightning numbers its optimizers: optimizer_0.
 NUMBER = re.compile(r"_\d+$")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
-from ckptflow.formats.dcp_subtree import STATE_NAMES
 from ckptflow.formats.files import checked_file
+from ckptflow.formats.state_names import STATE_NAMES
 from ckptflow.formats.torch_tensors import (
     TENSOR_TYPES,
     children,

@@ -13,10 +13,12 @@ from typing import Final
 from ckptflow.errors import CorruptFileError, UnsafeFileError
 
 MAX_PICKLE_BYTES: Final = 2**30
-# Opcodes of a byte or two that make a container of up to 216 bytes (a set). All others cost less than 32 bytes for each
-# of theirs. A shard in DCP's metadata takes 139 bytes, six of them such opcodes: 2**30 bytes are 7 million shards.
+# Opcodes of a byte or two that make a container by themselves take up to 236 bytes of memory (a set), all others up to
+# 60 for each byte of theirs (measured); strings only their own. Both bounds together are 31 GB. Of the 138 bytes of a
+# shard in DCP's metadata 124 are opcodes, six of which make containers: 3 million shards.
+MAX_OPCODE_BYTES: Final = 380_000_000
+MAX_CONTAINERS: Final = 2**25
 _CONTAINERS: Final = (b"]", b"}", b"\x85", b"\x8f", b"\x91")
-MAX_CONTAINERS: Final = 2**26
 MAX_PROTOCOL: Final = 5
 
 # Opcodes with arguments of fixed size that can do no harm, at C speed. Memo indices below 2**22 among them.
@@ -68,38 +70,38 @@ def scan_pickle(data: bytes, name: str, start: int = 0) -> int:
         CorruptFileError: not a pickle.
         UnsafeFileError: absurd memo indices or numbers of objects; opcodes that reach outside the file.
     """
-    at = start
+    at, opcode_bytes = start, 0
     run, counted = _RUN.match, _COUNTED
     while True:
         if at < len(data) and (found := run(data, at)) is not None:
+            opcode_bytes += found.end() - at
             at = found.end()
         if at >= len(data):
             raise PickleEndsEarlyError
         width = counted.get(data[at])
         if width is not None:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            opcode_bytes += 1 + width
         elif data[at] == _STOP:
             break
         else:
+            opcode_bytes -= at
             at = _step(data, at, start, name)
-    _check_containers(data, start, at, name)
-    return at + 1
-
-
-def _check_containers(data: bytes, start: int, stop: int, name: str) -> None:
-    """Bytes of texts that look like the opcodes count too: telling them apart costs more than it gives."""
-    count = sum(data.count(opcode, start, stop) for opcode in _CONTAINERS)
-    if count > MAX_CONTAINERS:
+            opcode_bytes += at
+    # Bytes of texts that look like the opcodes count too: telling them apart costs more than it gives.
+    containers = sum(data.count(opcode, start, at) for opcode in _CONTAINERS)
+    if opcode_bytes > MAX_OPCODE_BYTES or containers > MAX_CONTAINERS:
         raise UnsafeFileError(
             "a pickle asks for an absurd number of objects",
             file=name,
-            expected=f"at most {MAX_CONTAINERS}",
-            found=f"{count} opcodes that make one",
+            expected=f"at most {MAX_OPCODE_BYTES} bytes of opcodes, {MAX_CONTAINERS} of which make a container",
+            found=f"{opcode_bytes} and {containers}",
         )
+    return at + 1
 
 
 def max_tuples(data: bytes) -> int:
-    """An upper bound on the tuples that a pickle makes, hence on how deep they nest; texts count as above."""
+    """An upper bound on the tuples that a pickle makes, hence on how deep they nest; texts count too."""
     return sum(map(data.count, (b"t", b"\x85", b"\x86", b"\x87")))
 
 

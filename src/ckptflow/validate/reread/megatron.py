@@ -112,7 +112,7 @@ class MegatronDistRereader:
         return ()
 
 
-def _keys(name: str) -> Iterator[tuple[str, Shape]]:
+def _keys(name: str) -> list[tuple[str, Shape]]:
     """Keys under which Megatron may have saved a tensor, and its place on the axes that count layers and experts."""
     found: list[tuple[str, Shape]] = [(name, ())]
     for numbered, written, stacked in ((LAYER, r"\1.\2.", r"\1."), (EXPERT, r"\1.experts.\2.", r"\1.experts.")):
@@ -120,4 +120,4 @@ def _keys(name: str) -> Iterator[tuple[str, Shape]]:
         if match is not None:
             ways = ((written, ()), (stacked, (int(match.group(2)),)))
             found = [(numbered.sub(how, key), (*stack, *at)) for key, stack in found for how, at in ways]
-    yield from found
+    return found

@@ -1,0 +1,25 @@
+"""What trainers call the parts of a training state that they save together."""
+
+from __future__ import annotations
+
+# What trainers call the dict that holds the weights, at any depth above it.
+MODEL_NAMES = frozenset({"model", "module", "models", "network", "state_dict", "model_state_dict", "model_state"})
+# Training state that is never weights, and what it is.
+STATE_NAMES = {
+    "optim": "optimizer state",
+    "optimizer": "optimizer state",
+    "optimizers": "optimizer state",
+    "optimizer_states": "optimizer state",
+    "optimizer_state_dict": "optimizer state",
+    "lr_scheduler": "learning rate schedule",
+    "lr_schedulers": "learning rate schedule",
+    "scheduler": "learning rate schedule",
+    "dataloader": "position in the training data",
+    "dataset": "position in the training data",
+    "train_state": "training counters",
+    "trainer_state": "training counters",
+    "grad_scaler": "loss scale",
+    "scaler": "loss scale",
+    "ema": "moving average of the weights, not the weights themselves",
+    "extra_state": "training state",
+}
