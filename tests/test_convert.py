@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,20 @@ def test_config_says_the_dtype_that_was_asked_for_even_where_kept_tensors_outwei
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     output, _ = open_output(tmp_path / "out")
     assert check_dtypes(output.tensors, output.config, output.record).status == "passed"
+
+
+def test_what_a_release_with_other_rules_wrote_is_not_taken_for_the_result(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(model, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptflow.transforms.cast.FP32_GLOBS", (("layers.0.*", "a rule of that release"),))
+        convert(asked)
+    with pytest.raises(OutputError, match="OUT already holds something else"):
+        convert(asked)
+    shutil.copytree(model, tmp_path / "elsewhere" / model.name)
+    moved = convert(replace(asked, path=tmp_path / "elsewhere" / model.name, overwrite=True))
+    assert convert(asked) == moved, "a copy is the same checkpoint"
 
 
 def test_another_recipe_at_the_destination_is_not_taken_for_this_one(model: Path, tmp_path: Path) -> None:

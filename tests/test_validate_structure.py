@@ -9,20 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptflow.convert import convert
 from ckptflow.errors import NotACheckpointError, VerificationError
-from ckptflow.validate.report import Check, ValidationReport
+from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import verify
-from validation import CONFIG, edit_json, flip_bit, llama_weights, write_model
+from validation import CONFIG, check_named, edit_json, flip_bit, llama_weights, write_model
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     """A model of two files without a config: nothing here needs transformers."""
     return write_model(tmp_path / "out", llama_weights(), config=None, files=2)
-
-
-def check_named(report: ValidationReport, name: str) -> Check:
-    return next(check for check in report.checks if check.name == name)
 
 
 def failures(out: Path) -> dict[str, str]:
@@ -251,6 +248,17 @@ class TestAgainstTheConfig:
                     weights[f"{at}.experts.{expert}.{name}.weight"] = torch.ones(shape, dtype=torch.bfloat16)
         found = failures(write_model(tmp_path / "out", weights, config))["keys and shapes"]
         assert "unexpected: model.layers.1.block_sparse_moe.experts.4.w1.weight" in found
+
+
+def test_a_router_that_was_rounded_though_it_computes_in_float32_is_told(fixtures_dir: Path, tmp_path: Path) -> None:
+    checkpoint = fixtures_dir / "fsdp2_w2_deepseekv3_buffer" / "input" / "global_step_10" / "actor"
+    router = "model.layers.1.mlp.gate.weight"
+    convert(ConvertRequest(path=checkpoint, out=tmp_path / "rounded"))
+    told = check_named(verify(tmp_path / "rounded"), "dtypes")
+    assert told.status == "passed"
+    assert f"rounded, though transformers computes with them in float32: {router} (--keep-dtype" in told.detail
+    convert(ConvertRequest(path=checkpoint, out=tmp_path / "kept", keep_dtype=("*.gate.weight",)))
+    assert "rounded" not in check_named(verify(tmp_path / "kept"), "dtypes").detail
 
 
 @pytest.mark.parametrize(

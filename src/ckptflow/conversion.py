@@ -6,16 +6,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckptflow.engine.options import EngineOptions, cast_bytes
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError, UsageError
-from ckptflow.fingerprint import fingerprint_files
+from ckptflow.fingerprint import fingerprint_files, fingerprint_plan
 from ckptflow.formats.base import Location, ReadOptions
 from ckptflow.formats.registry import locate, read
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.output.quantization import with_quantization_of
 from ckptflow.output.sidefiles import config_bytes, main_dtype, read_config, side_files, with_dtype
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan, arrange_files, plan_from_manifest
@@ -109,6 +110,8 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     stem = "adapter_model" if adapter_files else "model"
     plan = plan if adapter_files else use_saved_names(plan, config)
     plan = cast(resolve_ties(plan, config), request.dtype, request.keep_dtype)
+    config, notes = with_quantization_of(plan, config)
+    plan = replace(plan, notes=(*plan.notes, *(() if adapter_files else notes)))
     _check_writable_dtypes(plan)
     plan = arrange_files(plan, request.max_shard_bytes if stem == "model" else plan.nbytes + 1, stem)
     side = _side_content(config_dir, request, location, manifest, plan, config, adapter_files)
@@ -117,6 +120,7 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     identity = {
         "layout": manifest.layout,
         "sources": fingerprints,
+        "plan": fingerprint_plan(plan, location.root),
         "recipe": recipe,
         "side": {name: hashlib.sha256(data).hexdigest() for name, data in side.items()},
     }

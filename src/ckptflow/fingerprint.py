@@ -1,4 +1,4 @@
-"""Identity of source files without reading them whole.
+"""Identity of source files without reading them whole, and of a plan.
 
 A full hash would cost a second pass over the checkpoint. Head, tail and samples tell apart what trainers write: the
 tail of a torch file holds the crc32 of each of its storages, the head of a safetensors file its header.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, IncompleteCheckpointError, SourceChangedError
-from ckptflow.tensors import SourceFile
+from ckptflow.plan import ConsolidationPlan, LoraFold
+from ckptflow.tensors import SourceFile, TensorSource
 
 EDGE_BYTES = 64 * 1024
 SAMPLES = 16
@@ -73,6 +74,39 @@ def fingerprint_file(file: SourceFile) -> str:
 def fingerprint_files(files: Iterable[SourceFile], root: Path) -> dict[str, str]:
     """Path relative to ``root`` → fingerprint; files outside ``root`` go by their absolute path."""
     return {relative_name(file, root): fingerprint_file(file) for file in files}
+
+
+def fingerprint_plan(plan: ConsolidationPlan, root: Path) -> str:
+    """sha256 over where each output byte comes from and what is done to it, in hex.
+
+    A reader or transform that was mended makes another plan of the same sources: without it, a model that an older
+    ckptflow wrote would pass for the result.
+    """
+    names: dict[SourceFile, str] = {}
+
+    def lines(source: TensorSource) -> Iterator[str]:
+        yield f"{source.dtype}{source.shape}"
+        for p in source.pieces:
+            if p.file not in names:
+                names[p.file] = relative_name(p.file, root)
+            yield f"{names[p.file]} {p.offset_bytes}{p.strides}{p.offsets}{p.sizes}"
+
+    digest = hashlib.sha256()
+    for file in plan.files:
+        digest.update(f"{file.name}\n".encode())
+        for tensor in file.tensors:
+            digest.update(f"{tensor.fqn} {tensor.dtype} {_scales(tensor.fold)}\n".encode())
+            for source in (tensor.source, *_adapter_sources(tensor.fold)):
+                digest.update("\n".join(lines(source)).encode())
+    return digest.hexdigest()
+
+
+def _scales(fold: LoraFold | None) -> tuple[float, bool] | None:
+    return None if fold is None else (fold.scale, fold.transposed)
+
+
+def _adapter_sources(fold: LoraFold | None) -> list[TensorSource]:
+    return [] if fold is None else [source for source in (fold.a, fold.b, fold.magnitude) if source is not None]
 
 
 def relative_name(file: SourceFile, root: Path) -> str:

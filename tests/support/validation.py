@@ -12,6 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from ckptflow.validate.report import Check, ValidationReport
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -100,6 +102,11 @@ def write_record(out: Path, weights: Mapping[str, torch.Tensor], placed: Mapping
     }
     record = {"format": 1, "recipe": {"dtype": "bfloat16"}, "files": files, "tensors": tensors, "ties": {}}
     (out / "ckptflow.json").write_text(json.dumps(record))
+
+
+def check_named(report: ValidationReport, name: str) -> Check:
+    """The report's check of that name."""
+    return next(check for check in report.checks if check.name == name)
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

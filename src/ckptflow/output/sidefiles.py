@@ -13,6 +13,7 @@ from ckptflow.errors import UnsafeFileError
 from ckptflow.formats.files import stays_inside
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.plan import ConsolidationPlan
+from ckptflow.transforms.quantized import quantized_module_of, quantized_modules
 
 MAX_SIDE_FILE_BYTES = 256 * 1024 * 1024
 # What transformers' from_pretrained classes look for; anything else in the directory belongs to the trainer.
@@ -50,6 +51,7 @@ SIDE_FILES = (
     "LICENSE*",
 )
 DTYPE_KEYS = ("dtype", "torch_dtype")
+QUANTIZATION_KEY = "quantization_config"
 
 
 def side_files(directory: Path, root: Path) -> Iterator[tuple[str, bytes]]:
@@ -83,10 +85,12 @@ def read_config(directory: Path | None) -> dict[str, Any]:
 
 
 def main_dtype(plan: ConsolidationPlan) -> str | None:
-    """The float dtype that holds most bytes: what config.json has to say where each tensor keeps its own."""
+    """The float dtype that holds most bytes outside quantized modules: what config.json has to say for ``source``."""
+    quantized = quantized_modules(plan.tensors)
     sizes: Counter[str] = Counter()
     for tensor in plan.tensors:
-        if tensor.dtype.kind == "float" and not tensor.dtype.name.startswith("float8"):
+        plain = tensor.dtype.kind == "float" and not tensor.dtype.name.startswith("float8")
+        if plain and quantized_module_of(tensor.fqn, quantized) is None:
             sizes[tensor.dtype.name] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else None
 
@@ -94,13 +98,15 @@ def main_dtype(plan: ConsolidationPlan) -> str | None:
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config with its dtype fields, nested ones too, saying ``dtype``."""
 
-    def renew(value: Any) -> Any:
-        if not isinstance(value, dict):
+    def renew(key: str, value: Any) -> Any:
+        if key in DTYPE_KEYS and isinstance(value, str):
+            return dtype
+        # A quantization config's own dtype fields describe how to compute, not what is stored.
+        if key == QUANTIZATION_KEY or not isinstance(value, dict):
             return value
-        return {k: dtype if k in DTYPE_KEYS and isinstance(v, str) else renew(v) for k, v in value.items()}
+        return {k: renew(k, v) for k, v in value.items()}
 
-    # A quantization config's own dtype fields describe how to compute, not what is stored.
-    renewed = {k: v if k == "quantization_config" else renew({k: v})[k] for k, v in config.items()}
+    renewed = {k: renew(k, v) for k, v in config.items()}
     if not any(isinstance(config.get(k), str) for k in DTYPE_KEYS):
         renewed["dtype"] = dtype
     return renewed

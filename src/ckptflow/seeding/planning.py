@@ -13,7 +13,8 @@ from typing import Any
 from ckptflow.dtypes import dtype_named
 from ckptflow.engine.options import EngineOptions
 from ckptflow.errors import UnsupportedCheckpointError
-from ckptflow.output.sidefiles import config_bytes, read_config, side_files, with_dtype
+from ckptflow.fingerprint import fingerprint_plan
+from ckptflow.output.sidefiles import QUANTIZATION_KEY, config_bytes, read_config, side_files, with_dtype
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan, PlannedTensor, arrange_files
 from ckptflow.seeding.describe import FreshModel, fresh_model
@@ -88,6 +89,7 @@ def plan_seeding(request: SeedRequest) -> Seeding:
     identity = {
         "recipe": {k: v for k, v in asdict(request).items() if k in ("dtype", "seed", "max_shard_bytes")},
         "tensors": [tensor.to_json() for tensor in model.tensors],
+        "plan": fingerprint_plan(plan, directory),
         "side": {name: hashlib.sha256(data).hexdigest() for name, data in side.items()},
     }
     return Seeding(
@@ -111,9 +113,9 @@ def _side_content(directory: Path, request: SeedRequest, model: FreshModel) -> t
     # A directory that a person named may hold links, as the Hub's cache does.
     side = dict(side_files(directory, Path("/")))
     config, notes = read_config(directory), []
-    if "quantization_config" in config:
-        notes.append("quantization_config was left out of config.json: fresh weights are not quantized")
-    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    if QUANTIZATION_KEY in config:
+        notes.append(f"{QUANTIZATION_KEY} was left out of config.json: fresh weights are not quantized")
+    kept = {name: value for name, value in config.items() if name != QUANTIZATION_KEY}
     if not kept.get("architectures"):
         kept["architectures"] = [model.architecture]
     side["config.json"] = config_bytes(with_dtype(kept, request.dtype))

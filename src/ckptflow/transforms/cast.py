@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from ckptflow.dtypes import DType, dtype_named
 from ckptflow.errors import UsageError
 from ckptflow.plan import ConsolidationPlan, PlannedTensor
+from ckptflow.transforms.quantized import quantized_module_of, quantized_modules
 
 # Tensors that models read in fp32 whatever the model's dtype; rounding them changes what the model computes.
 FP32_GLOBS: tuple[tuple[str, str], ...] = (
@@ -25,8 +26,9 @@ CASTABLE = ("float64", "float32", "float16", "bfloat16")
 def cast(plan: ConsolidationPlan, dtype: str, keep_globs: Sequence[str] = ()) -> ConsolidationPlan:
     """Give every floating point tensor ``dtype``; ``source`` leaves all as they are.
 
-    Integer, bool and complex tensors keep theirs; float8 too, since its scale lies in another tensor. Tensors that
-    need fp32 and those that match ``keep_globs`` keep their source dtype, with the reason in the plan.
+    Integer, bool and complex tensors keep theirs; float8 too, since its scale lies in another tensor, and that scale:
+    the floats of quantized modules, and single numbers in a model that has such. Tensors that need fp32 and those that
+    match ``keep_globs`` keep their source dtype. The reason is in the plan.
 
     Raises:
         UsageError: the dtype is not one to cast to, or a glob matches no tensor.
@@ -39,20 +41,24 @@ def cast(plan: ConsolidationPlan, dtype: str, keep_globs: Sequence[str] = ()) ->
     if dtype == "source":
         return plan
     target = dtype_named(dtype)
-    return replace(plan, tensors=tuple(_cast_one(t, target, keep_globs) for t in plan.tensors))
+    quantized = quantized_modules(plan.tensors)
+    return replace(plan, tensors=tuple(_cast_one(t, target, keep_globs, quantized) for t in plan.tensors))
 
 
-def _cast_one(tensor: PlannedTensor, target: DType, keep_globs: Sequence[str]) -> PlannedTensor:
+def _cast_one(
+    tensor: PlannedTensor, target: DType, keep_globs: Sequence[str], quantized: frozenset[str]
+) -> PlannedTensor:
     source = tensor.source.dtype
     if source == target:
         return tensor
-    reason = _reason_to_keep(tensor.fqn, source, keep_globs)
+    reason = _reason_to_keep(tensor, keep_globs, quantized)
     if reason is not None:
         return replace(tensor, dtype=source, kept_reason=reason)
     return replace(tensor, dtype=target)
 
 
-def _reason_to_keep(fqn: str, source: DType, keep_globs: Sequence[str]) -> str | None:
+def _reason_to_keep(tensor: PlannedTensor, keep_globs: Sequence[str], quantized: frozenset[str]) -> str | None:
+    fqn, source = tensor.fqn, tensor.source.dtype
     if source.kind != "float":
         return f"{source.kind} tensors keep their dtype"
     if source.name not in CASTABLE:
@@ -63,4 +69,9 @@ def _reason_to_keep(fqn: str, source: DType, keep_globs: Sequence[str]) -> str |
     for glob, reason in FP32_GLOBS:
         if fnmatchcase(fqn, glob):
             return reason
+    module = quantized_module_of(fqn, quantized)
+    if module is not None:
+        return f"{module} is quantized: rounding what scales its numbers changes all of them"
+    if quantized and tensor.source.numel == 1:
+        return "a single number in a quantized model: it may scale activations or the cache"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ckptflow.errors import CheckpointError, InconsistentCheckpointError
+from ckptflow.errors import CheckpointError, InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.manifest import AdapterSpec, LeftOut
 from ckptflow.plan import ConsolidationPlan, LoraFold, PlannedTensor
 from ckptflow.transforms.fqn import PEFT_PREFIX
@@ -13,6 +13,7 @@ from ckptflow.transforms.lora_config import check_supported, known_alpha, scale_
 from ckptflow.transforms.lora_names import Part
 from ckptflow.transforms.lora_parts import WrappedPlan, sort_out
 from ckptflow.transforms.lora_shapes import check_layer, stored_transposed
+from ckptflow.transforms.quantized import quantized_modules
 
 SUFFIXES: dict[Part, str] = {
     "A": "lora_A.weight",
@@ -35,7 +36,7 @@ def fold_lora(plan: ConsolidationPlan, spec: AdapterSpec, lora_alpha: float | No
     Raises:
         CheckpointError: alpha is unknown, or the base model is not there.
         InconsistentCheckpointError: the adapter doesn't fit the base model.
-        UnsupportedCheckpointError: a kind of adapter that can't be folded, by name.
+        UnsupportedCheckpointError: a kind of adapter that can't be folded, by name, or a quantized base model.
     """
     check_supported(spec.config, spec.config_path)
     wrapped = sort_out(plan, spec)
@@ -54,6 +55,7 @@ def fold_lora(plan: ConsolidationPlan, spec: AdapterSpec, lora_alpha: float | No
         )
     alpha = known_alpha(spec.config, lora_alpha) if wrapped.layers else 0.0
     tensors, left_out = _with_saved_modules(wrapped, spec)
+    _check_not_quantized(wrapped, tensors, spec)
     transposed = stored_transposed(wrapped.layers, tensors, spec.config)
     for module, parts in wrapped.layers.items():
         _fold_layer(module, parts, tensors, spec, alpha, transposed[module])
@@ -73,6 +75,19 @@ def fold_lora(plan: ConsolidationPlan, spec: AdapterSpec, lora_alpha: float | No
         left_out=(*plan.left_out, *left_out),
         notes=(*plan.notes, note),
     )
+
+
+def _check_not_quantized(wrapped: WrappedPlan, tensors: Mapping[str, PlannedTensor], spec: AdapterSpec) -> None:
+    quantized = quantized_modules(tensors.values())
+    for module in wrapped.layers:
+        if module in quantized:
+            raise UnsupportedCheckpointError(
+                "the base weight is quantized, and can't hold its sum with the adapter",
+                file=spec.config_path,
+                tensor=module,
+                fix="name the base model in float16, bfloat16 or float32 with --base-model, or write the adapter alone "
+                "with --adapter export",
+            )
 
 
 def _with_saved_modules(wrapped: WrappedPlan, spec: AdapterSpec) -> tuple[dict[str, PlannedTensor], list[LeftOut]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptflow.validate.quantizer import unusable_quantizer
 from ckptflow.validate.structure import VALUE_HEAD
 
 TOKENS = 16
@@ -34,8 +35,9 @@ def run(out: Path) -> dict[str, Any]:
         )
     parsed = transformers.AutoConfig.from_pretrained(out, local_files_only=True, trust_remote_code=False)
     model_class, _ = model_class_for(parsed)
-    if isinstance(model_class, str):
-        return _skipped(model_class)
+    unavailable = model_class if isinstance(model_class, str) else unusable_quantizer(parsed)
+    if unavailable is not None:
+        return _skipped(unavailable)
     started = time.perf_counter()
     model, info = model_class.from_pretrained(
         out, config=parsed, local_files_only=True, dtype="auto", use_safetensors=True, output_loading_info=True

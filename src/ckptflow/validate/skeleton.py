@@ -53,9 +53,11 @@ class Skeleton:
         live_shapes: the same with their shapes, where they do differ.
         buffers: the names in ``live_names`` that are persistent buffers.
         tied: alias → owner, in names of the living module.
+        float32: globs of parts of names that transformers computes with in float32, whatever the model's dtype.
         unavailable: why the model can't be built, for people; None where it was.
         refused: it can't be built because transformers finds the config itself wrong.
-        loading: how the given tensors would be loaded; None where none were given.
+        loading: how the given tensors would be loaded; None where none were given, or ``not_loaded`` says why.
+        not_loaded: why this machine can't try to load tensors, for people.
         notes: what a person should know.
     """
 
@@ -65,9 +67,11 @@ class Skeleton:
     live_shapes: Mapping[str, Shape] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
     unavailable: str | None = None
     refused: bool = False
     loading: Loading | None = None
+    not_loaded: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -119,8 +123,10 @@ def _from_json(answer: Mapping[str, Any]) -> Skeleton:
         live_shapes={name: tuple(shape) for name, shape in answer.get("live_shapes", {}).items()},
         buffers=frozenset(answer.get("buffers", ())),
         tied=answer.get("tied", {}),
+        float32=tuple(answer.get("float32", ())),
         unavailable=answer.get("unavailable"),
         refused=bool(answer.get("refused")),
+        not_loaded=answer.get("not_loaded"),
         notes=tuple(answer.get("notes", ())),
         loading=None
         if loading is None

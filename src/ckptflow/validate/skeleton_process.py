@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptflow.validate.quantizer import unusable_quantizer
+
 MEMORY_LIMIT_BYTES = 8 * 10**9
 """A config may describe a million layers; modules take memory even without values."""
 
@@ -54,10 +56,13 @@ def describe(config_dir: Path, tensors: Mapping[str, Any] | None) -> dict[str, A
         "live_shapes": {name: list(tensor.shape) for name, tensor in live.items()} if list(saved) != list(live) else {},
         "buffers": [name for name, _ in model.named_buffers() if name in live],
         "tied": ties_of(model),
+        "float32": sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
         "notes": notes,
     }
     if tensors is not None:
-        answer["loading"] = _try_loading(model_class, parsed, tensors)
+        answer["not_loaded"] = unusable_quantizer(parsed)
+        if answer["not_loaded"] is None:
+            answer["loading"] = _try_loading(model_class, parsed, tensors)
     return answer
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptflow.output.sidefiles import DTYPE_KEYS
@@ -24,7 +25,9 @@ def check_keys(tensors: Tensors, skeleton: Skeleton) -> Check:
     name = "keys and shapes"
     if skeleton.unavailable is not None or skeleton.loading is None:
         status: Status = "warning" if skeleton.refused else "skipped"
-        return Check(name=name, status=status, detail=f"can't be checked: {skeleton.unavailable}")
+        return Check(
+            name=name, status=status, detail=f"can't be checked: {skeleton.unavailable or skeleton.not_loaded}"
+        )
     loading = skeleton.loading
     value_head = [fqn for fqn in loading.unexpected if fqn.startswith(VALUE_HEAD)]
     unexpected = [fqn for fqn in loading.unexpected if not fqn.startswith(VALUE_HEAD)]
@@ -157,8 +160,17 @@ def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     return True
 
 
-def check_dtypes(tensors: Tensors, config: Mapping[str, Any], record: Record | None) -> Check:
-    """config.json says the dtype that the weights have; others are there on purpose only."""
+def check_dtypes(
+    tensors: Tensors, config: Mapping[str, Any], record: Record | None, float32: Sequence[str] = ()
+) -> Check:
+    """config.json says the dtype that the weights have; others are there on purpose only.
+
+    Args:
+        tensors: all tensors.
+        config: content of config.json.
+        record: content of ckptflow.json; None where there is none.
+        float32: ``Skeleton.float32``; tensors that it names and that were rounded are told.
+    """
     name = "dtypes"
     sizes = bytes_by_dtype({k: t for k, t in tensors.items() if t.dtype.kind == "float" and t.dtype.itemsize > 1})
     figures = {f"{dtype} bytes": size for dtype, size in bytes_by_dtype(tensors).items()}
@@ -181,4 +193,15 @@ def check_dtypes(tensors: Tensors, config: Mapping[str, Any], record: Record | N
         status: Status = "warning" if record is None else "failed"
         return Check(name=name, status=status, detail=detail, figures=figures)
     kept = f"; kept as they were: {listing(other)}" if other else ""
-    return Check(name=name, status="passed", detail=f"{main}, as config.json says{kept}", figures=figures)
+    rounded = [fqn for fqn in tensors if _is_rounded(listed.get(fqn, {})) and _matches(fqn, float32)]
+    told = f"; rounded, though transformers computes with them in float32: {listing(rounded)}" if rounded else ""
+    cure = " (--keep-dtype keeps them)" if rounded else ""
+    return Check(name=name, status="passed", detail=f"{main}, as config.json says{kept}{told}{cure}", figures=figures)
+
+
+def _is_rounded(entry: Mapping[str, Any]) -> bool:
+    return entry.get("source_dtype") in ("float32", "float64") and entry.get("dtype") in ("bfloat16", "float16")
+
+
+def _matches(fqn: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(fqn, f"*{pattern}*") for pattern in patterns)

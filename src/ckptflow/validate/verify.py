@@ -164,7 +164,7 @@ def all_checks(
         scan.check_tensor_checksums(scanned, record),
         structure.check_keys(tensors, skeleton),
         ties,
-        structure.check_dtypes(tensors, config, record),
+        structure.check_dtypes(tensors, config, record, skeleton.float32),
         sidefile_checks.check_tokenizer(out, tensors),
         sidefile_checks.check_generation_config(out, config),
         scan.check_finite(scanned, allowed),
