@@ -24,6 +24,7 @@ from ckptflow.tensors import (
     permute,
     place,
     select,
+    unbind,
     whole,
     window,
 )
@@ -73,6 +74,9 @@ def test_windows_and_permutations_compose_as_in_numpy(shape: tuple[int, ...], da
     expected = expected[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
     check_tiling("w", source)
     np.testing.assert_array_equal(gather(source), expected)
+    for row, wanted in zip(unbind(source), expected, strict=True):
+        check_tiling("w", row)
+        np.testing.assert_array_equal(gather(row), wanted)
     dim = data.draw(st.integers(0, len(sizes) - 1))
     np.testing.assert_array_equal(gather(select(source, dim, 0)), expected.take(0, axis=dim))
 

@@ -24,6 +24,7 @@ from ckptflow.request import ConvertRequest, check_named
 from ckptflow.tensors import check_tiling
 from ckptflow.transforms.adapters import plan_adapter
 from ckptflow.transforms.cast import cast
+from ckptflow.transforms.experts import split_experts
 from ckptflow.transforms.prefix import without_wrapper_prefix
 from ckptflow.transforms.saved_names import use_saved_names
 from ckptflow.transforms.ties import resolve_ties
@@ -108,7 +109,7 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     config = read_config(config_dir)
     plan, adapter_files = plan_adapter(plan_from_manifest(manifest), manifest, request, config)
     stem = "adapter_model" if adapter_files else "model"
-    plan = plan if adapter_files else use_saved_names(plan, config)
+    plan = plan if adapter_files else split_experts(use_saved_names(plan, config), config)
     plan = cast(resolve_ties(plan, config), request.dtype, request.keep_dtype)
     config, notes = with_quantization_of(plan, config)
     plan = replace(plan, notes=(*plan.notes, *(() if adapter_files else notes)))

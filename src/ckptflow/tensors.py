@@ -171,6 +171,16 @@ def select(source: TensorSource, dim: int, index: int) -> TensorSource:
     return TensorSource(drop(row.shape), row.dtype, pieces)
 
 
+def unbind(source: TensorSource) -> list[TensorSource]:
+    """All indices of the first dim, as ``torch.unbind``; each is what ``select`` gives."""
+    rows: list[list[Piece]] = [[] for _ in range(source.shape[0])]
+    for p in source.pieces:
+        for index in range(p.sizes[0]):
+            at = p.offset_bytes + index * p.strides[0] * source.dtype.itemsize
+            rows[p.offsets[0] + index].append(Piece(p.file, at, p.strides[1:], p.offsets[1:], p.sizes[1:]))
+    return [TensorSource(source.shape[1:], source.dtype, tuple(pieces)) for pieces in rows]
+
+
 def permute(source: TensorSource, dims: Sequence[int]) -> TensorSource:
     """The same elements with the dims in another order, as ``torch.permute``."""
 

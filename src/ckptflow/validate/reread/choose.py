@@ -14,6 +14,7 @@ from ckptflow.validate.reread import pieces
 from ckptflow.validate.reread.base import Rereader, UncoveredError
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.deepspeed import DeepSpeedRereader
+from ckptflow.validate.reread.experts import ExpertsRereader, name_in_stack
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
 from ckptflow.validate.reread.megatron import MegatronDistRereader
@@ -34,7 +35,8 @@ class SourceReader:
 
     def __init__(self, manifest: CheckpointManifest) -> None:
         self._manifest = manifest
-        self._rereader, self.note = _open(manifest)
+        rereader, self.note = _open(manifest)
+        self._rereader = None if rereader is None else ExpertsRereader(rereader)
         self.independent: set[str] = set()
         self.by_manifest: set[str] = set()
 
@@ -47,12 +49,15 @@ class SourceReader:
         return " and ".join(ways)
 
     def name_for(self, tensor: PlannedTensor) -> str | None:
-        """The second reader's name for the tensor; None where it is renamed parts of others, or there is no reader."""
+        """The second reader's name for the tensor; None where it is made of parts of others, or there is no reader."""
         if self._rereader is None:
             return None
         for fqn in tensor.source_fqns:
             if self._manifest.tensors.get(fqn) == tensor.source and self._rereader.shape(fqn) == tensor.shape:
                 return fqn
+        if len(tensor.source_fqns) == 1:
+            name = name_in_stack(tensor.source_fqns[0], tensor.fqn)
+            return name if name is not None and self._rereader.shape(name) == tensor.shape else None
         return None
 
     def read(self, tensor: PlannedTensor, name: str | None, offsets: Shape, sizes: Shape) -> torch.Tensor:
