@@ -1,8 +1,9 @@
-"""From the names that a vision-language model has in memory to those that transformers saves and other tools read.
+"""From the names that a model has in memory to those that transformers saves and other tools read.
 
-Since transformers 4.52 these models nest their parts differently in memory (``model.language_model.layers…``) than in
-the files on the Hub (``model.layers…`` or ``language_model.model.layers…``); save_pretrained renames on the way out.
-Trainers that save the state dict themselves leave the names in memory. transformers reads both, vLLM and others don't.
+Since transformers 4.52 vision-language models nest their parts differently in memory
+(``model.language_model.layers…``) than in the files on the Hub (``model.layers…`` or ``language_model.model.layers…``),
+since 5 some others differ, too; save_pretrained renames on the way out.
+Trainers that save the state dict themselves leave the names in memory. transformers reads both, other tools don't.
 
 Source: ``_checkpoint_conversion_mapping`` of transformers 4.57 and conversion_mapping.py of 5.x, read backwards.
 """
@@ -33,6 +34,8 @@ _LLAVA_FAMILY = (
 SAVED_PREFIXES: Mapping[str, Prefixes] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN2_VL),
     **dict.fromkeys(_LLAVA_FAMILY, _LLAVA),
+    "gpt_neox": (("gpt_neox.", "gpt_neox."), ("lm_head.", "embed_out.")),
+    "nemotron_h": (("model.", "backbone."), ("lm_head.", "lm_head.")),
     "mllama": (("model.vision_model.", "vision_model."), *_LLAVA),
     "video_llava": (("model.image_tower.", "image_tower."), ("model.video_tower.", "video_tower."), *_LLAVA),
 }

@@ -11,8 +11,8 @@ from ckptflow.validate.reread.base import Rereader
 if TYPE_CHECKING:
     import torch
 
-# The part of an expert's weight among those that are stacked with it, and how many these are.
-_PARTS = {"gate_proj": (0, 2), "w1": (0, 2), "up_proj": (1, 2), "w3": (1, 2), "down_proj": (0, 1), "w2": (0, 1)}
+# Which half of a stack of gates and ups an expert's weight is; any other stack holds one weight of each expert.
+_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 _EXPERT = re.compile(rf"\.experts\.(\d+)\.({'|'.join(_PARTS)})\.weight$")
 _PLACE = re.compile(r"(.*)\[(\d+)\]\[(\d)/(\d)\]$")
 
@@ -29,8 +29,8 @@ def name_in_stack(stack: str, fqn: str) -> str | None:
     found = _EXPERT.search(fqn)
     if found is None or ".experts." not in stack:
         return None
-    part, parts = _PARTS[found[2]]
-    return f"{stack}[{found[1]}][{part}/{parts}]"
+    part = f"{_PARTS[found[2]]}/2" if stack.endswith("gate_up_proj") else "0/1"
+    return f"{stack}[{found[1]}][{part}]"
 
 
 class ExpertsRereader:
