@@ -15,15 +15,12 @@ from torch import distributed as dist
 from ckptflow.convert import convert
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.request import ConvertRequest
-from ckptflow.validate.reread.base import Rereader, boxes
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.fsdp import FsdpRereader
-from ckptflow.validate.reread.megatron import MegatronDistRereader
 from ckptflow.validate.reread.torch_file import TorchFileRereader
 from ckptflow.validate.reread.torch_stubs import load_rank_file
 from ckptflow.validate.verify import verify
-from megatron_dist_writer import dist_tensors, save
-from megatron_models import CONFIGS, config_of, hf_model
+from validation import read_whole
 
 
 @contextmanager
@@ -63,16 +60,6 @@ def write_ranks(
             paths.append(directory / f"model_world_size_{world_size}_rank_{rank}.pt")
             torch.save({**state, "buffer": torch.arange(3.0)}, paths[-1])
     return paths
-
-
-def read_whole(reader: Rereader, fqn: str, most_elements: int = 13) -> torch.Tensor:
-    """A tensor, read in small boxes."""
-    shape = reader.shape(fqn)
-    assert shape is not None
-    whole = torch.full(shape, float("nan"))
-    for offsets, sizes in boxes(shape, most_elements):
-        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = reader.read(fqn, offsets, sizes)
-    return whole
 
 
 MATRIX = torch.randn(12, 10, generator=torch.Generator().manual_seed(1))
@@ -233,29 +220,6 @@ def test_a_conversion_of_rank_files_is_compared_through_the_second_reader(tmp_pa
     values = report.checks[-1]
     assert (values.name, report.tensors_compared, report.differing_elements) == ("values", 3, 0)
     assert values.figures["source read through"] == FsdpRereader.how
-
-
-@pytest.mark.parametrize("one_by_one", [False, True], ids=["stacked", "singletons"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_megatrons_tensors_are_taken_apart_in_every_family(tmp_path: Path, family: str, one_by_one: bool) -> None:
-    config = config_of(family)
-    hf = hf_model(config)
-    out = save(dist_tensors(hf, config, one_by_one), tmp_path / "iter_0000010", config)
-    reader = MegatronDistRereader(DcpRereader(out, {path.name: path for path in out.iterdir()}), config)
-    for fqn, wanted in hf.items():
-        assert reader.shape(fqn) == tuple(wanted.shape), fqn
-        assert torch.equal(read_whole(reader, fqn, most_elements=20), wanted), fqn
-    assert reader.shape("model.layers.4.input_layernorm.weight") is None
-
-
-@pytest.mark.parametrize("name", ["meg_dist_verl_moe_mixtral", "meg_dist_verl_tp2_pp1_qwen2"])
-def test_real_megatron_directories_are_compared_through_the_second_reader(
-    fixtures_dir: Path, name: str, tmp_path: Path
-) -> None:
-    convert(ConvertRequest(path=fixtures_dir / name / "input", out=tmp_path / "out"))
-    report = verify(tmp_path / "out", against=fixtures_dir / name / "input")
-    assert report.passed, report.failures
-    assert report.checks[-1].figures["source read through"] == MegatronDistRereader.how
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from ckptflow.validate.report import Check, ValidationReport
+from ckptflow.validate.reread.base import Rereader, boxes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,6 +108,16 @@ def write_record(out: Path, weights: Mapping[str, torch.Tensor], placed: Mapping
 def check_named(report: ValidationReport, name: str) -> Check:
     """The report's check of that name."""
     return next(check for check in report.checks if check.name == name)
+
+
+def read_whole(reader: Rereader, fqn: str, most_elements: int = 13) -> torch.Tensor:
+    """A tensor, read in small boxes."""
+    shape = reader.shape(fqn)
+    assert shape is not None
+    whole = torch.full(shape, float("nan"))
+    for offsets, sizes in boxes(shape, most_elements):
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = reader.read(fqn, offsets, sizes)
+    return whole
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

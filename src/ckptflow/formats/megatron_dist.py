@@ -29,9 +29,8 @@ from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, file_args
 from ckptflow.formats.verdicts import refused
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, LeftOut, Mesh
-from ckptflow.tensors import TensorSource, concatenate
+from ckptflow.tensors import TensorSource, concatenate, unbind
 from ckptflow.transforms.megatron_args import check_args
-from ckptflow.transforms.megatron_merge import unstack
 from ckptflow.transforms.megatron_names import NO_WEIGHTS, describe, to_huggingface
 
 DIRECTORY = "dist_ckpt"
@@ -182,7 +181,7 @@ def _tree(metadata: DcpMetadata, files: DcpFiles, directory: Path) -> dict[str, 
 def _unstacked(key: str, source: TensorSource) -> list[tuple[str, TensorSource]]:
     stacked, layer = STACKED.fullmatch(key), LAYER.fullmatch(key)
     if stacked and source.shape and not NO_WEIGHTS.search(key):
-        layers = enumerate(unstack(source))
+        layers = enumerate(unbind(source))
         return [pair for i, one in layers for pair in _experts(f"decoder.layers.{i}.", stacked["rest"], one)]
     if layer:
         return _experts(f"decoder.layers.{int(layer['layer'])}.", layer["rest"], source)
@@ -193,7 +192,7 @@ def _experts(prefix: str, rest: str, source: TensorSource) -> list[tuple[str, Te
     """Experts by number: stacked on the next axis, or numbered in the name (``singleton_local_shards``)."""
     stacked, numbered = EXPERTS.fullmatch(rest), EXPERT.fullmatch(rest)
     if stacked and source.shape:
-        experts = enumerate(unstack(source))
+        experts = enumerate(unbind(source))
         return [(f"{prefix}mlp.experts.local_experts.{e}.{stacked['rest']}", one) for e, one in experts]
     if numbered:
         return [(f"{prefix}mlp.experts.local_experts.{int(numbered['expert'])}.{numbered['rest']}", source)]

@@ -16,9 +16,9 @@ from ckptflow.formats.files import checked_file
 from ckptflow.formats.megatron_args import namespace_args
 from ckptflow.formats.torch_tensors import TENSOR_TYPES, plain_tensor, source_of, storage_use
 from ckptflow.manifest import LeftOut
-from ckptflow.tensors import SourceFile, TensorSource, permute
+from ckptflow.tensors import SourceFile, TensorSource, permute, unbind
 from ckptflow.torchfiles import LazyTensor, open_torch_file
-from ckptflow.transforms.megatron_merge import unstack, viewed
+from ckptflow.transforms.megatron_merge import viewed
 from ckptflow.transforms.megatron_names import NO_WEIGHTS
 
 MODEL_KEY = re.compile(r"model(?P<chunk>\d*)")
@@ -225,4 +225,4 @@ def _ungrouped(name: str, source: TensorSource, which: int, experts: int) -> lis
         raise UnsupportedCheckpointError(
             "grouped experts don't divide into experts", tensor=name, expected=f"{experts} experts", found=source.shape
         )
-    return [permute(expert, (1, 0)) for expert in unstack(stacked)]
+    return [permute(expert, (1, 0)) for expert in unbind(stacked)]

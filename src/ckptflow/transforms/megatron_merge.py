@@ -1,4 +1,4 @@
-"""Joins what tensor-parallel ranks hold, and takes apart what Megatron stacks. Windows only, no values."""
+"""Joins what tensor-parallel ranks hold. Windows only, no values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from ckptflow.tensors import Piece, Shape, TensorSource, concatenate, contiguous
 from ckptflow.transforms.megatron_names import Wanted
 
 REPLICA_REASON = "ranks that should hold the same values hold different ones: files of several saves, or a broken run"
-
-
-def unstack(source: TensorSource) -> list[TensorSource]:
-    """The slices along the first dim, as ``torch.unbind``, in one pass over the pieces."""
-    buckets: list[list[Piece]] = [[] for _ in range(source.shape[0])]
-    itemsize = source.dtype.itemsize
-    for p in source.pieces:
-        for i in range(p.sizes[0]):
-            at = p.offset_bytes + i * p.strides[0] * itemsize
-            buckets[p.offsets[0] + i].append(Piece(p.file, at, p.strides[1:], p.offsets[1:], p.sizes[1:]))
-    return [TensorSource(source.shape[1:], source.dtype, tuple(bucket)) for bucket in buckets]
 
 
 def viewed(source: TensorSource, shape: Shape) -> TensorSource | None:

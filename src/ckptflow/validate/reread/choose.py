@@ -17,7 +17,7 @@ from ckptflow.validate.reread.deepspeed import DeepSpeedRereader
 from ckptflow.validate.reread.experts import ExpertsRereader, name_in_stack
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
-from ckptflow.validate.reread.megatron import MegatronDistRereader
+from ckptflow.validate.reread.megatron import reread_ranks, reread_torch_dist
 from ckptflow.validate.reread.torch_file import TorchFileRereader
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             stored = DcpRereader(manifest.path, by_name)
             if manifest.layout == "dcp" or manifest.config_dir is None:
                 return stored, None
-            return MegatronDistRereader(stored, read_config(manifest.config_dir)), None
+            return reread_torch_dist(stored, read_config(manifest.config_dir)), None
+        if manifest.layout == "megatron-legacy" and manifest.mesh is not None and manifest.config_dir is not None:
+            return reread_ranks(files, manifest.mesh, read_config(manifest.config_dir)), None
     except UncoveredError as error:
         return None, f"no second reader for {error}"
     except (pickle.UnpicklingError, RuntimeError, TypeError, KeyError) as error:

@@ -1,22 +1,25 @@
-"""Megatron-Core's ``torch_dist`` under transformers' names: the rows of a tensor are found by cutting row numbers.
+"""Megatron-Core's tensors under transformers' names: the rows of a tensor are found by cutting row numbers.
 
 Which rows of Megatron's fused matrix are k, say, is told by numbering all of its rows and taking these numbers apart
 with ``view`` and ``narrow``, as Megatron's own ``split`` does with the values
 (https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/attention.py). Names come from the tables of
-model families, the values from the second reader of DCP.
+model families, the values from the second reader of DCP, or of the ranks' files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptflow.manifest import Mesh
 from ckptflow.tensors import Shape
-from ckptflow.transforms.megatron_names import Wanted, describe
+from ckptflow.transforms.megatron_names import MegatronModel, Wanted, describe
 from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.megatron_ranks import MegatronRanks
 
 if TYPE_CHECKING:
     import torch
@@ -34,23 +37,30 @@ class StoredRows:
     rows: int
 
 
-class MegatronDistRereader:
+class Stored(Protocol):
+    """Tensors under Megatron's names."""
+
+    def stored_shape(self, key: str) -> Shape | None:
+        """Global shape; None where there is no such tensor."""
+        ...
+
+    def read_stored(self, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        """The box ``[offsets, offsets + sizes)`` of a global tensor."""
+        ...
+
+
+class MegatronRereader:
     """The tensors that transformers' model has.
 
     Args:
-        stored: the DCP directory, under Megatron's names.
-        config: transformers' config.json.
-
-    Raises:
-        UnsupportedCheckpointError: no table for this ``model_type``.
+        stored: the DCP directory or the ranks, under Megatron's names.
+        model: what config.json says about them.
+        files: which files ``stored`` is made of, for people.
     """
 
-    how = "torch.load of every DCP entry, rows of fused tensors found by cutting row numbers"
-
-    def __init__(self, stored: DcpRereader, config: Mapping[str, Any]) -> None:
+    def __init__(self, stored: Stored, model: MegatronModel, files: str) -> None:
+        self.how = f"torch.load of every {files}, rows found by cutting row numbers"
         self._stored = stored
-        output = stored.stored_shape("output_layer.weight")
-        model = describe(config, output[0] if output else None)
         self._dims = model.dims
         self._places = {hf: (wanted, part) for wanted in model.wanted for part, hf in enumerate(wanted.hf)}
         self._find = lru_cache(maxsize=256)(self._find_rows)
@@ -112,6 +122,22 @@ class MegatronDistRereader:
         return ()
 
 
+def reread_torch_dist(stored: DcpRereader, config: Mapping[str, Any]) -> MegatronRereader:
+    """The second reader of a ``torch_dist`` directory.
+
+    Raises:
+        UnsupportedCheckpointError: no table for this ``model_type``.
+    """
+    output = stored.stored_shape("output_layer.weight")
+    return MegatronRereader(stored, describe(config, output[0] if output else None), "DCP entry")
+
+
+def reread_ranks(files: Sequence[Path], mesh: Mesh, config: Mapping[str, Any]) -> MegatronRereader:
+    """The second reader of the legacy format; arguments and errors as for ``MegatronRanks``."""
+    ranks = MegatronRanks(files, mesh, config)
+    return MegatronRereader(ranks, ranks.model, "rank's file")
+
+
 def _keys(name: str) -> list[tuple[str, Shape]]:
     """Keys under which Megatron may have saved a tensor, and its place on the axes that count layers and experts."""
     found: list[tuple[str, Shape]] = [(name, ())]
@@ -119,5 +145,5 @@ def _keys(name: str) -> list[tuple[str, Shape]]:
         match = numbered.search(name)
         if match is not None:
             ways = ((written, ()), (stacked, (int(match.group(2)),)))
-            found = [(numbered.sub(how, key), (*stack, *at)) for key, stack in found for how, at in ways]
+            found += [(numbered.sub(how, key), (*stack, *at)) for key, stack in found for how, at in ways]
     return found

@@ -51,14 +51,15 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
         raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
-    return dict(_tensors("", loaded))
+    return dict(named_tensors("", loaded))
 
 
-def _tensors(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors inside ``value``, by ``path`` and the keys that lead to them, with dots between."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield path, value.detach()
     elif isinstance(value, (Mapping, list, tuple)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(f"{path}.{key}" if path else str(key), item)
+            yield from named_tensors(f"{path}.{key}" if path else str(key), item)

@@ -2,7 +2,7 @@
 
 torch's own DeviceMesh, DTensor and ShardedTensor moved between releases, and some refuse to be loaded without a process
 group. What is needed of them is plain data, so every class is replaced by one that only keeps its state. So are
-DeepSpeed's classes, which torch does not know.
+DeepSpeed's classes, which torch does not know, and those of Megatron's args.
 """
 
 from __future__ import annotations
@@ -121,6 +121,17 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
         pickle.UnpicklingError, RuntimeError: torch refuses the file.
     """
     return _load(path, [(Inert, name) for name in DEEPSPEED])
+
+
+def load_with_stubs(path: Path) -> dict[str, Any]:
+    """A torch file with whatever beside its tensors; all classes that torch does not allow are inert.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file.
+    """
+    import torch
+
+    return _load(path, [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)])
 
 
 def _load(path: Path, allowed: list[Any]) -> dict[str, Any]:
