@@ -24,6 +24,7 @@ from ckptflow.request import ConvertRequest, check_named
 from ckptflow.tensors import check_tiling
 from ckptflow.transforms.adapters import plan_adapter
 from ckptflow.transforms.cast import cast
+from ckptflow.transforms.config_fit import check_fits_config
 from ckptflow.transforms.experts import split_experts
 from ckptflow.transforms.prefix import without_wrapper_prefix
 from ckptflow.transforms.saved_names import use_saved_names
@@ -114,6 +115,10 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     config, notes = with_quantization_of(plan, config)
     plan = replace(plan, notes=(*plan.notes, *(() if adapter_files else notes)))
     _check_writable_dtypes(plan)
+    # What save_pretrained left in one directory belongs together.
+    apart = manifest.layout != "huggingface" or request.config_dir is not None
+    if config_dir is not None and apart and not adapter_files:
+        check_fits_config(plan, config_dir, location.path)
     plan = arrange_files(plan, request.max_shard_bytes if stem == "model" else plan.nbytes + 1, stem)
     side = _side_content(config_dir, request, location, manifest, plan, config, adapter_files)
     fingerprints = fingerprint_files(manifest.files, location.root)

@@ -1,0 +1,116 @@
+"""Tensors under the names of another code base are not written beside a config.json that describes other names."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard
+
+from checkpoints import TINY, llama_values
+from ckptflow.convert import convert
+from ckptflow.errors import InconsistentCheckpointError
+from ckptflow.request import ConvertRequest
+from rank_writer import mesh_of, save_ranks, sharded
+
+Weights = dict[str, torch.Tensor]
+# https://github.com/pytorch/torchtitan (models/llama3/state_dict_adapter.py)
+TORCHTITAN = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+# https://github.com/Lightning-AI/litgpt (litgpt/scripts/convert_lit_checkpoint.py): the head has transformers' name.
+LITGPT = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "self_attn.q_proj": "attn.q",
+    "self_attn.k_proj": "attn.k",
+    "self_attn.v_proj": "attn.v",
+    "self_attn.o_proj": "attn.proj",
+    "mlp.gate_proj": "mlp.fc_1",
+    "mlp.up_proj": "mlp.fc_2",
+    "mlp.down_proj": "mlp.proj",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+}
+
+
+def renamed(names: Mapping[str, str]) -> Weights:
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    return {pattern.sub(lambda m: names[m[0]], fqn): value for fqn, value in llama_values(TINY, 3).items()}
+
+
+def as_dcp(weights: Weights, path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**weights, "train_state": {"step": torch.tensor(3)}}, checkpoint_id=path / "step-3", no_dist=True)
+    return path / "step-3"
+
+
+def as_torch_file(weights: Weights, path: Path) -> Path:
+    torch.save({"model": weights, "step": 3}, path / "lit_model.pth")
+    return path / "lit_model.pth"
+
+
+def as_rank_files(weights: Weights, path: Path) -> Path:
+    def state(_: int) -> dict[str, DTensor]:
+        mesh = mesh_of([2], ["fsdp"])
+        return {fqn: sharded(full, mesh, [Shard(0)]) for fqn, full in weights.items()}
+
+    return save_ranks(path, 2, state)
+
+
+def run_directory(tmp_path: Path) -> Path:
+    """A directory from which the config is not found."""
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    directory = tmp_path / "config"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return directory
+
+
+@pytest.mark.parametrize("names", [TORCHTITAN, LITGPT], ids=["torchtitan", "litgpt"])
+@pytest.mark.parametrize("save", [as_dcp, as_torch_file, as_rank_files])
+def test_names_of_another_code_base_are_refused_beside_a_config_and_kept_without_one(
+    tmp_path: Path, config: Path, names: Mapping[str, str], save: Callable[[Weights, Path], Path]
+) -> None:
+    weights = renamed(names)
+    source = save(weights, run_directory(tmp_path))
+    with pytest.raises(InconsistentCheckpointError, match=r"not those of the model that config\.json describes"):
+        convert(ConvertRequest(path=source, out=tmp_path / "out", config_dir=config))
+    assert not (tmp_path / "out").exists()
+    if save is not as_rank_files or names is TORCHTITAN:
+        record = convert(ConvertRequest(path=source, out=tmp_path / "kept"))
+        assert set(record["tensors"]) == set(weights)
+
+
+def test_a_model_with_a_head_of_its_own_is_not_refused(tmp_path: Path, config: Path) -> None:
+    weights = llama_values(TINY, 3)
+    weights["classifier.weight"] = weights.pop("lm_head.weight")[:2]
+    record = convert(
+        ConvertRequest(path=as_dcp(weights, run_directory(tmp_path)), out=tmp_path / "out", config_dir=config)
+    )
+    assert set(record["tensors"]) == set(weights)
