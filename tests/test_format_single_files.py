@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn import Linear
+from torch.optim import SGD
 
 from ckptflow.errors import (
     AmbiguousCheckpointError,
@@ -213,10 +216,47 @@ def test_a_cut_lightning_file_is_not_complete(tmp_path: Path) -> None:
         read(location, ReadOptions())
 
 
-def test_a_ckpt_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
-    torch.save({"weights": {"w": torch.ones(2)}}, tmp_path / "x.ckpt")
-    with pytest.raises(UnsupportedCheckpointError, match="state_dict"):
-        open_at(tmp_path / "x.ckpt")
+@pytest.mark.parametrize("name", ["model", "net"])
+def test_a_file_that_fabric_saved_is_read_under_the_name_that_a_person_gave(tmp_path: Path, name: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    model, optimizer = fabric.setup(net := Linear(3, 2), SGD(net.parameters(), momentum=0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    fabric.save(tmp_path / "state.ckpt", {name: model, "opt": optimizer, "iteration": 5})
+    manifest = open_at(tmp_path)
+    assert values(manifest) == raw(model.state_dict())
+    assert {entry.name for entry in manifest.left_out} == {"opt", "iteration"}
+
+
+def test_two_models_that_fabric_saved_are_refused(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    models = {name: fabric.setup_module(Linear(3, 2)) for name in ("generator", "discriminator")}
+    fabric.save(tmp_path / "gan.ckpt", models)
+    with pytest.raises(UnsupportedCheckpointError, match="generator, discriminator"):
+        open_at(tmp_path / "gan.ckpt")
+
+
+def test_composers_file_has_the_model_in_a_dict_beside_lists_of_random_states(tmp_path: Path) -> None:
+    weights = {"model.a.w": torch.randn(3), "model.b.w": torch.randn(2, 2)}
+    moments = {name: {"exp_avg": torch.zeros_like(weight)} for name, weight in weights.items()}
+    state = {
+        "model": weights,
+        "optimizers": {"DecoupledAdamW": {"state": moments, "param_groups": [{"lr": 0.1}]}},
+        "train_metrics": {"loss": torch.tensor(0.5)},
+        "timestamp": {"batch": 10},
+    }
+    rng = [{"torch": torch.get_rng_state(), "python": (3, (1, 2), None)}]
+    torch.save({"state": state, "rng": rng}, tmp_path / "ep0-ba10-rank0.pt")
+    manifest = open_at(tmp_path / "ep0-ba10-rank0.pt")
+    assert values(manifest) == raw(weights)
+    assert {entry.name for entry in manifest.left_out} == {
+        "rng",
+        "state.optimizers",
+        "state.train_metrics",
+        "state.timestamp",
+    }
 
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict", "module", "model_state_dict"])
@@ -251,9 +291,11 @@ def test_the_model_of_a_dcp_app_that_became_one_torch_file_is_found(tmp_path: Pa
         {"optimizer": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}},
         {"app": {"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.ones(2)}}},
         {"app": {"model": {"w": torch.ones(2)}, "log_std": torch.ones(2)}},
+        {"net": {"w": torch.ones(2)}, "critic": {"w": torch.ones(2)}},
+        {"ema_net": {"w": torch.ones(2)}},
         {"app": {"model": {"w": torch.ones(2)}}, "teacher": {"model": {"w": torch.ones(2)}}},
     ],
-    ids=["optimizer alone", "two inside", "array beside", "two apps"],
+    ids=["optimizer alone", "two inside", "array beside", "two nets", "average", "two apps"],
 )
 def test_a_dict_inside_another_that_is_not_clearly_the_model_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
     torch.save(state, tmp_path / "x.pt")
@@ -267,17 +309,19 @@ def test_two_state_dicts_in_one_file_are_refused(tmp_path: Path) -> None:
         open_at(tmp_path / "x.pt")
 
 
-def test_the_last_loss_and_random_states_lie_beside_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model_state_dict", "net"])
+def test_the_last_loss_and_random_states_lie_beside_the_model(tmp_path: Path, name: str) -> None:
     weights = {"a.w": torch.randn(3), "b.w": torch.randn(2, 2)}
     beside = {"loss": torch.tensor(0.5), "rng": torch.arange(9, dtype=torch.uint8)}
-    torch.save({"model_state_dict": weights, "optimizer_state_dict": {"state": {}}, **beside}, tmp_path / "x.pt")
+    torch.save({name: weights, "optimizer_state_dict": {"state": {}}, **beside}, tmp_path / "x.pt")
     manifest = open_at(tmp_path / "x.pt")
     assert values(manifest) == raw(weights)
     assert {"loss", "rng"} < {entry.name for entry in manifest.left_out}
 
 
-def test_an_array_beside_the_model_that_may_have_been_trained_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.ones(2)}, "log_std": torch.zeros(3)}, tmp_path / "x.pt")
+@pytest.mark.parametrize("name", ["model", "net"])
+def test_an_array_beside_the_model_that_may_have_been_trained_is_refused(tmp_path: Path, name: str) -> None:
+    torch.save({name: {"w": torch.ones(2)}, "log_std": torch.zeros(3)}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedCheckpointError, match="nested"):
         open_at(tmp_path / "x.pt")
 

@@ -6,7 +6,6 @@ People save ``{"model": …, "optim": …}``, ``{"app": {"model": …}}``, or th
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,17 +13,19 @@ from typing import NoReturn
 
 from ckptflow.errors import AmbiguousCheckpointError, CorruptFileError, UnsupportedCheckpointError
 from ckptflow.formats.dcp_metadata import DcpMetadata, TreePath
-from ckptflow.formats.state_names import MODEL_NAMES, STATE_NAMES
+from ckptflow.formats.state_names import (
+    MODEL_NAMES,
+    NUMBER,
+    OPTIMIZER_STATE,
+    PARAM_GROUPS,
+    RNG_NAME,
+    STATE_NAMES,
+)
 from ckptflow.formats.torch_tensors import may_be_weight
 from ckptflow.manifest import LeftOut
 from ckptflow.transforms.fqn import model_names
 
 OPTIMIZER, RNG = STATE_NAMES["optimizer"], "random number generator state"
-# Lightning numbers its optimizers: optimizer_0.
-NUMBER = re.compile(r"_\d+$")
-RNG_NAME = re.compile(r"(\w+_)?rng(_states?)?")
-# The two parts of torch.optim's state dicts; nothing else has the second, whatever the dict around them is called.
-OPTIMIZER_STATE, PARAM_GROUPS = "state", "param_groups"
 OUTSIDE = "outside the model's part of the checkpoint"
 
 

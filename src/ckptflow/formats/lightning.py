@@ -1,5 +1,6 @@
 """Lightning's ``.ckpt`` files: a torch file with ``state_dict`` beside optimizer, loop and callback states.
 
+Fabric's, which hold what a person gave under the names that he gave, are read as any single torch file.
 Sharded directories under the same name are DeepSpeed's (``x.ckpt/checkpoint``) or DCP's, and are read as those.
 """
 
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptflow.errors import UnsupportedCheckpointError
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir
 from ckptflow.formats.files import list_names
+from ckptflow.formats.full_state_dict import FullStateDict
 from ckptflow.formats.nested_state_dict import StateDictFile, open_mapping, read_state_dict
 from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
 from ckptflow.formats.verdicts import check_whole_file
@@ -59,12 +60,7 @@ class LightningCheckpoint:
         """See ``Format.read``. Names keep the module's attribute; ``wrapped`` says so."""
         file, torch, top = open_mapping(location.path, location.root)
         if STATE_DICT not in top:
-            raise UnsupportedCheckpointError(
-                "a .ckpt file without a state_dict",
-                file=location.path,
-                expected=f"keys {STATE_DICT} and {VERSION}, as Lightning writes them",
-                found=", ".join(list(top)[:8]),
-            )
+            return FullStateDict().read(location, options)
         held = read_state_dict(file, torch, top, (STATE_DICT,), _REASONS)
         step, version, folder = top.get("global_step"), top.get(VERSION), location.path.parent
         inner, adapter, adapter_notes = _behind_peft(held, folder, location.root)

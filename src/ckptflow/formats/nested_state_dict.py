@@ -9,11 +9,12 @@ from typing import cast
 
 from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
 from ckptflow.formats.files import checked_file
-from ckptflow.formats.state_names import STATE_NAMES
+from ckptflow.formats.state_names import NUMBER, OPTIMIZER_STATE, PARAM_GROUPS, RNG_NAME, STATE_NAMES
 from ckptflow.formats.torch_tensors import (
     TENSOR_TYPES,
     children,
     holds_tensor,
+    holds_weight,
     may_be_weight,
     overlap_notes,
     plain_tensor,
@@ -111,8 +112,9 @@ def read_state_dict(
 def find_state_dict(top: Mapping[str, object], keys: tuple[str, ...], path: str) -> KeyPath:
     """Where the model's state dict is: ``()`` for the top level, or the one of ``keys`` that holds tensors.
 
-    It may lie inside another dict, as ``{"app": {"model": …, "optim": …}}``, the way in which DCP's tutorial saves, if
-    nothing beside that one but training state holds tensors.
+    Under any other name it is the only dict that may hold weights (Fabric saves what a person calls ``net``). It may
+    lie inside another dict, as ``{"app": {"model": …, "optim": …}}``, the way in which DCP's tutorial saves, if nothing
+    beside that one but training state holds weights.
 
     Raises:
         UnsupportedCheckpointError: none or several of them do.
@@ -121,13 +123,16 @@ def find_state_dict(top: Mapping[str, object], keys: tuple[str, ...], path: str)
     level = top
     for _ in range(MAX_DEPTH):
         beside = [item for item in level.values() if isinstance(item, TENSOR_TYPES)]
+        trained = any(may_be_weight(item.shape, item.dtype_name) for item in beside)
         found = [key for key in keys if isinstance(level.get(key), Mapping) and holds_tensor(level[key])]
         # The last loss and random states lie as tensors beside the model's dict.
-        if len(found) == 1 and not any(may_be_weight(item.shape, item.dtype_name) for item in beside):
+        if len(found) == 1 and not trained:
             return (*at, found[0])
-        if beside and not at:
+        holders = [key for key, item in level.items() if not _is_training_state(key, level) and holds_weight(item)]
+        if not at and (trained or (beside and not holders)):
             return ()
-        holders = [key for key, item in level.items() if key not in STATE_NAMES and holds_tensor(item)]
+        if at and holders and all(isinstance(level[key], TENSOR_TYPES) for key in holders):
+            return at
         inner = level[holders[0]] if len(holders) == 1 else None
         if not isinstance(inner, Mapping) or not all(isinstance(key, str) for key in inner):
             break
@@ -140,6 +145,16 @@ def find_state_dict(top: Mapping[str, object], keys: tuple[str, ...], path: str)
         found=f"under {', '.join(found)}" if found else f"keys: {', '.join(list(top)[:8])}",
         fix="name the directory of the checkpoint, or save the model's state dict alone",
     )
+
+
+def _is_training_state(key: str, level: Mapping[str, object]) -> bool:
+    """Whether an entry of ``level`` is no model: by its name, or as a state dict of torch.optim or a part of one."""
+    value = level[key]
+    poured_out = PARAM_GROUPS in level and key in (OPTIMIZER_STATE, PARAM_GROUPS)
+    if poured_out or (isinstance(value, Mapping) and PARAM_GROUPS in value):
+        return True
+    name = NUMBER.sub("", key)
+    return name in STATE_NAMES or name.startswith("ema") or RNG_NAME.fullmatch(name) is not None
 
 
 def _left_out(name: str, value: object, weights: set[int], reason: str | None) -> LeftOut:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # What trainers call the dict that holds the weights, at any depth above it.
 MODEL_NAMES = frozenset({"model", "module", "models", "network", "state_dict", "model_state_dict", "model_state"})
 # Training state that is never weights, and what it is.
@@ -23,3 +25,8 @@ STATE_NAMES = {
     "ema": "moving average of the weights, not the weights themselves",
     "extra_state": "training state",
 }
+# Lightning numbers its optimizers: optimizer_0.
+NUMBER = re.compile(r"_\d+$")
+RNG_NAME = re.compile(r"(\w+_)?rng(_states?)?")
+# The two parts of torch.optim's state dicts; nothing else has the second, whatever the dict around them is called.
+OPTIMIZER_STATE, PARAM_GROUPS = "state", "param_groups"

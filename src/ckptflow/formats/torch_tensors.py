@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import cast
@@ -62,9 +62,18 @@ def state_dict_entries(value: object, path: str) -> tuple[dict[str, AnyTensor], 
 
 def holds_tensor(value: object) -> bool:
     """Whether a tensor lies anywhere inside; also True for what is too deep to tell."""
+    return _holds(value, lambda _: True)
+
+
+def holds_weight(value: object) -> bool:
+    """The same of a tensor that may be a weight: no counter, metric or random state."""
+    return _holds(value, lambda tensor: may_be_weight(tensor.shape, tensor.dtype_name))
+
+
+def _holds(value: object, wanted: Callable[[AnyTensor], bool]) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        if any(isinstance(item, TENSOR_TYPES) for item in level):
+        if any(isinstance(item, TENSOR_TYPES) and wanted(item) for item in level):
             return True
         # What is referred to twice is looked at once: lists of lists can name one list billions of times.
         level = list({id(inner): inner for item in level for inner in children(item)}.values())
