@@ -27,7 +27,16 @@ from ckptflow.manifest import AdapterSpec, CheckpointManifest
 from ckptflow.plan import ConsolidationPlan, plan_from_manifest
 from ckptflow.transforms.lora import export_adapter, fold_lora
 from ckptflow.transforms.lora_config import expected_rank, scale_of
-from peft_models import save_apart, save_without_frozen, save_wrapped, tiny, trained
+from peft_models import (
+    save_apart,
+    save_beside_dcp,
+    save_beside_fsdp1,
+    save_beside_fsdp2,
+    save_without_frozen,
+    save_wrapped,
+    tiny,
+    trained,
+)
 from rank_writer import rank_name
 from reading import folded_values, read_source
 
@@ -67,7 +76,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*invalid shape:peft.utils.warning.PeftWarning")  # PEFT's own lora_bias
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("save", [save_apart, save_wrapped, save_without_frozen])
+@pytest.mark.parametrize(
+    "save",
+    [save_apart, save_wrapped, save_without_frozen, save_beside_fsdp1, save_beside_fsdp2, save_beside_dcp],
+)
 def test_adapters_fold_to_what_peft_merges(
     tmp_path: Path, options: dict[str, Any], save: Callable[[PeftModel, Path], Path]
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -74,3 +76,34 @@ def save_without_frozen(model: PeftModel, directory: Path) -> Path:
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     write_zero2(adapter, [trained], 2)
     return adapter
+
+
+def save_beside_fsdp1(model: PeftModel, directory: Path) -> Path:
+    """The Trainer's step with FSDP1 and full state dicts: PEFT's files, and Accelerate's with the adapter alone.
+
+    See ``save_fsdp_model`` with ``adapter_only`` in accelerate/utils/fsdp_utils.py.
+    """
+    adapter = save_apart(model, directory)
+    torch.save(_saved_by_peft(model), adapter / "pytorch_model_fsdp.bin")
+    return adapter
+
+
+def save_beside_fsdp2(model: PeftModel, directory: Path) -> Path:
+    """The same with FSDP2, whose full state dict has the live names of what is trained."""
+    adapter = save_apart(model, directory)
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    torch.save(trained, adapter / "pytorch_model_fsdp.bin")
+    return adapter
+
+
+def save_beside_dcp(model: PeftModel, directory: Path) -> Path:
+    """The Trainer's step with sharded state dicts, into which a callback had PEFT save the adapter too."""
+    adapter = save_apart(model, directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in one process
+        dcp.save({"model": _saved_by_peft(model)}, checkpoint_id=adapter / "pytorch_model_fsdp_0", no_dist=True)
+    return adapter
+
+
+def _saved_by_peft(model: PeftModel) -> dict[str, torch.Tensor]:
+    return get_peft_model_state_dict(model, save_embedding_layers=False)

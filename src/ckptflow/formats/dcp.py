@@ -43,7 +43,7 @@ class DcpDirectory:
     """A directory that ``torch.distributed.checkpoint`` wrote with its file system writer."""
 
     layout = "dcp"
-    supersedes: tuple[str, ...] = ()
+    supersedes: tuple[str, ...] = ("peft",)
 
     def find(self, path: Path) -> list[Location]:
         """The directory itself, or the model directories of an Accelerate checkpoint in it."""

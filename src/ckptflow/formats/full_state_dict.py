@@ -34,7 +34,7 @@ class FullStateDict:
     """One torch file with all weights of one model."""
 
     layout = "full-state-dict"
-    supersedes: tuple[str, ...] = ("huggingface",)
+    supersedes: tuple[str, ...] = ("huggingface", "peft")
 
     def find(self, path: Path) -> list[Location]:
         """See ``Format.find``. In a directory only Accelerate's name counts: a .pt there may be anything."""

@@ -35,7 +35,7 @@ NOT_WEIGHTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^training_args\.bin$"), "training arguments, not weights"),
     (re.compile(r"^trainer_state\.json$"), "training log, not weights"),
     (re.compile(r"^zero_to_\w+\.py$"), "a script, never run"),
-    (re.compile(r"^adapter_model\.(safetensors|bin)$"), "an adapter beside full weights"),
+    (re.compile(r"^adapter_model\.(safetensors|bin)$"), "an adapter beside the weights that are read"),
 )
 _LOOKS_LIKE_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|msgpack|h5|gguf)$")
 
