@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
 from ckptflow.errors import (
     AmbiguousCheckpointError,
@@ -389,3 +389,11 @@ def test_a_missing_chunk_leaves_a_gap_that_is_refused(tmp_path: Path) -> None:
     edit_metadata(path, grow)
     with pytest.raises(InconsistentCheckpointError, match="gap"):
         read(path)
+
+
+def test_data_files_in_safetensors_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    path = save({"model": WEIGHTS}, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(UnsupportedCheckpointError, match=r"the data files are safetensors"):
+        read(path)
+    (location,) = FORMAT.find(path)
+    assert "safetensors" in FORMAT.check(location).reason

@@ -24,6 +24,7 @@ from ckptflow.formats.dcp_metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptflow.formats.dcp_records import STALE, DcpFiles
 from ckptflow.formats.dcp_subtree import OPTIMIZER, TrainingState
 from ckptflow.formats.files import checked_file, list_names
+from ckptflow.formats.safetensors_header import starts_as_safetensors
 
 METADATA = ".metadata"
 PARTIAL_METADATA = ".metadata.tmp"
@@ -72,10 +73,19 @@ def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
     Raises:
         IncompleteCheckpointError: a file is missing, short, or being written again.
         InconsistentCheckpointError: a file holds more than ``.metadata`` knows.
+        UnsupportedCheckpointError: the files are safetensors.
     """
     written = checked_file(directory / METADATA, root)
     for name, end in sorted(metadata.file_ends.items()):
         file = checked_file(directory / name, root)
+        if file.nbytes != end and starts_as_safetensors(Path(file.path)):
+            raise UnsupportedCheckpointError(
+                "the data files are safetensors, and .metadata doesn't tell where a tensor lies in them",
+                file=file.path,
+                expected="files that FileSystemWriter wrote with SerializationFormat.TORCH_SAVE, its default",
+                found="SerializationFormat.SAFETENSORS, which gives all tensors the offset 0",
+                fix="save it with the default format, or with HuggingFaceStorageWriter",
+            )
         if file.nbytes < end:
             raise IncompleteCheckpointError(
                 "a data file is shorter than .metadata says",

@@ -63,6 +63,14 @@ def read_safetensors(path: Path, root: Path) -> SafetensorsFile:
     return SafetensorsFile(file=file, tensors=tensors, metadata=metadata)
 
 
+def starts_as_safetensors(path: Path) -> bool:
+    """Whether a file begins with a length and a JSON object of that length, by its first bytes."""
+    with open(path, "rb") as stream:
+        head = stream.read(LENGTH_BYTES + 1)
+    nbytes = int.from_bytes(head[:LENGTH_BYTES], "little")
+    return head[LENGTH_BYTES:] == b"{" and nbytes <= min(MAX_HEADER_BYTES, path.stat().st_size - LENGTH_BYTES)
+
+
 def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
