@@ -15,6 +15,19 @@ from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import verify
 from validation import CONFIG, check_named, edit_json, flip_bit, llama_weights, write_model
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+BART = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
@@ -204,6 +217,36 @@ class TestAgainstTheConfig:
         assert report.passed, report.failures
         check = check_named(report, "keys and shapes")
         assert (check.status, check.figures["architecture"]) == ("passed", "LlamaForCausalLM")
+
+    @pytest.mark.parametrize(
+        ("model", "config", "fields"),
+        [
+            ("BartForConditionalGeneration", "BartConfig", BART),
+            ("BartForSequenceClassification", "BartConfig", BART),
+            ("LlamaForSequenceClassification", "LlamaConfig", {"pad_token_id": 0}),
+            ("CLIPVisionModel", "CLIPVisionConfig", {"image_size": 8, "patch_size": 4}),
+        ],
+    )
+    def test_a_config_that_names_no_architecture_is_that_of_the_model_that_fits(
+        self, tmp_path: Path, model: str, config: str, fields: dict[str, int]
+    ) -> None:
+        import transformers
+
+        sizes = {key: CONFIG[key] for key in SIZES if not fields.get("d_model")}
+        made = getattr(transformers, model)(getattr(transformers, config)(**sizes, **fields))
+        made.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        del saved["architectures"]
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        report = verify(tmp_path, forward=True)
+        assert report.passed, report.failures
+        assert check_named(report, "keys and shapes").figures["architecture"] == model
+
+    def test_the_head_of_a_model_without_an_architecture_is_missed(self, tmp_path: Path) -> None:
+        config = {k: v for k, v in CONFIG.items() if k != "architectures"}
+        weights = llama_weights()
+        del weights["lm_head.weight"]
+        assert "missing: lm_head.weight" in failures(write_model(tmp_path / "out", weights, config))["keys and shapes"]
 
     def test_missing_extra_and_misshapen_tensors_are_named(self, tmp_path: Path) -> None:
         weights = llama_weights()

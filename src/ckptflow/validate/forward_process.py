@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptflow.formats.safetensors_header import read_safetensors
+from ckptflow.tensors import Shape
 from ckptflow.validate.quantizer import unusable_quantizer
 from ckptflow.validate.structure import VALUE_HEAD
 
@@ -34,10 +36,12 @@ def run(out: Path) -> dict[str, Any]:
             f"model_type {config.get('model_type')!r} is not known to this transformers without remote code"
         )
     parsed = transformers.AutoConfig.from_pretrained(out, local_files_only=True, trust_remote_code=False)
-    model_class, _ = model_class_for(parsed)
-    unavailable = model_class if isinstance(model_class, str) else unusable_quantizer(parsed)
-    if unavailable is not None:
-        return _skipped(unavailable)
+    unusable = unusable_quantizer(parsed)
+    if unusable is not None:
+        return _skipped(unusable)
+    model_class, _ = model_class_for(parsed, _headers(out))
+    if isinstance(model_class, str):
+        return _skipped(model_class)
     started = time.perf_counter()
     model, info = model_class.from_pretrained(
         out, config=parsed, local_files_only=True, dtype="auto", use_safetensors=True, output_loading_info=True
@@ -67,6 +71,11 @@ def run(out: Path) -> dict[str, Any]:
     return {"status": "passed", "detail": "loads without a complaint, logits are finite and repeat", "figures": figures}
 
 
+def _headers(out: Path) -> dict[str, tuple[str, Shape]]:
+    files = [read_safetensors(path, out) for path in sorted(out.glob("*.safetensors"))]
+    return {name: (source.dtype.name, source.shape) for file in files for name, source in file.tensors.items()}
+
+
 def _skipped(detail: str, figures: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"status": "skipped", "detail": detail, "figures": figures or {}}
 
@@ -92,6 +101,9 @@ def _inputs(model: Any) -> dict[str, Any]:
     ids = (torch.arange(TOKENS) * 7919 + 11).remainder(vocabulary).unsqueeze(0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
+        end = getattr(model.config.get_text_config(), "eos_token_id", None)
+        if isinstance(end, int) and 0 <= end < vocabulary:
+            ids[0, -1] = end  # BART's classifiers look at this token alone
         inputs["decoder_input_ids"] = ids
     return inputs
 

@@ -38,7 +38,8 @@ def describe(config_dir: Path, tensors: Mapping[str, Any] | None) -> dict[str, A
         return {"unavailable": f"model_type {kind!r} {why}"}
     try:
         parsed = transformers.AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
-        model_class, notes = model_class_for(parsed)
+        unusable = unusable_quantizer(parsed)
+        model_class, notes = model_class_for(parsed, None if unusable else tensors)
         if isinstance(model_class, str):
             return {"unavailable": model_class}
         with torch.device("meta"):
@@ -59,15 +60,20 @@ def describe(config_dir: Path, tensors: Mapping[str, Any] | None) -> dict[str, A
         "float32": sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
         "notes": notes,
     }
-    if tensors is not None:
-        answer["not_loaded"] = unusable_quantizer(parsed)
-        if answer["not_loaded"] is None:
-            answer["loading"] = _try_loading(model_class, parsed, tensors)
+    if tensors is not None and unusable is None:
+        answer["loading"] = _try_loading(model_class, parsed, tensors)
+    answer["not_loaded"] = unusable
     return answer
 
 
-def model_class_for(config: Any) -> tuple[Any, list[str]]:
-    """The class to build, or the reason why there is none; and notes."""
+def model_class_for(config: Any, tensors: Mapping[str, Any] | None = None) -> tuple[Any, list[str]]:
+    """The class to build, or the reason why there is none; and notes.
+
+    Args:
+        config: of transformers.
+        tensors: name → (dtype name, shape). They choose among the classes of a config that names none, as the configs
+            of models that were made from scratch do.
+    """
     import transformers
 
     names = config.architectures or []
@@ -76,11 +82,32 @@ def model_class_for(config: Any) -> tuple[Any, list[str]]:
         if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
             return f"architecture {names[0]!r} is not known to this transformers", []
         return found, []
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
+    language, others = _unnamed_classes(config)
+    fitting = [c for c in (*language, *others) if tensors is not None and _fits(_try_loading(c, config, tensors))]
+    if not fitting and not language:
         return "config.json names no architecture, and the model type has no language model", []
-    taken: Any = known[type(config)]
+    taken: Any = (fitting or language)[0]
     return taken, [f"config.json names no architecture; {taken.__name__} was taken"]
+
+
+def _unnamed_classes(config: Any) -> tuple[list[Any], list[Any]]:
+    """Classes with a language model's head, and others.
+
+    The bare model counts only where there is no head that could be missing.
+    """
+    import transformers as t
+
+    sequences = (t.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, t.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    heads = (t.MODEL_FOR_CAUSAL_LM_MAPPING, t.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, t.MODEL_FOR_MASKED_LM_MAPPING)
+    classifiers = (t.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, t.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+    both = config.is_encoder_decoder and any(type(config) in mapping for mapping in sequences)
+    language = [mapping[type(config)] for mapping in (sequences if both else heads) if type(config) in mapping]
+    bare = () if language else (t.MODEL_MAPPING,)
+    return language, [mapping[type(config)] for mapping in (*classifiers, *bare) if type(config) in mapping]
+
+
+def _fits(loading: Mapping[str, Any]) -> bool:
+    return not any(loading.values())
 
 
 def as_saved(model: Any, live: dict[str, Any]) -> dict[str, Any]:
