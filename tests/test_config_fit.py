@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from checkpoints import TINY, llama_values
 from ckptflow.convert import convert
-from ckptflow.errors import InconsistentCheckpointError
+from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError
 from ckptflow.request import ConvertRequest
 from rank_writer import mesh_of, save_ranks, sharded
 
@@ -114,3 +114,12 @@ def test_a_model_with_a_head_of_its_own_is_not_refused(tmp_path: Path, config: P
         ConvertRequest(path=as_dcp(weights, run_directory(tmp_path)), out=tmp_path / "out", config_dir=config)
     )
     assert set(record["tensors"]) == set(weights)
+
+
+@pytest.mark.parametrize("save", [as_dcp, as_torch_file, as_rank_files])
+def test_one_of_several_files_of_a_model_is_not_the_model(
+    tmp_path: Path, config: Path, save: Callable[[Weights, Path], Path]
+) -> None:
+    half = {fqn: value for fqn, value in llama_values(TINY, 3).items() if ".layers.1." not in fqn}
+    with pytest.raises(IncompleteCheckpointError, match=r"no layers\.1"):
+        convert(ConvertRequest(path=save(half, run_directory(tmp_path)), out=tmp_path / "out", config_dir=config))

@@ -26,6 +26,7 @@ from ckptflow.errors import (
     OutputError,
     SourceChangedError,
     UnsafeFileError,
+    UnsupportedCheckpointError,
     ValueRefusedError,
 )
 from ckptflow.formats.registry import locate
@@ -238,6 +239,43 @@ def test_a_snapshot_in_the_hubs_cache_is_converted_with_its_config(model: Path, 
     convert(request(snapshot, tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
     assert (tmp_path / "out" / "additional_chat_templates" / "a.jinja").is_file()
+
+
+def sentence_transformers_files(directory: Path) -> dict[str, bytes]:
+    """What its version 6.2 saves around a model with pooling and a dense layer; name → content."""
+    modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
+    settings = {
+        "modules.json": modules,
+        "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        "sentence_bert_config.json": {"max_seq_length": 512},
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode": "cls"},
+        "2_Dense/config.json": {"in_features": 32, "out_features": 8},
+    }
+    for name, content in settings.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(json.dumps(content))
+    save_file({"linear.weight": np.ones((8, 32), np.float32)}, directory / "2_Dense" / "model.safetensors")
+    return {name: (directory / name).read_bytes() for name in (*settings, "2_Dense/model.safetensors")}
+
+
+def test_the_modules_around_a_model_of_sentence_transformers_are_carried_over(model: Path, tmp_path: Path) -> None:
+    files = sentence_transformers_files(model)
+    record = convert(request(model, tmp_path / "out"))
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
+    assert files.keys() < record["files"].keys()
+    assert any("sentence-transformers" in note for note in record["notes"])
+    open_output(tmp_path / "out")
+
+
+def test_a_module_of_sentence_transformers_in_a_pickle_is_refused_instead_of_left_out(
+    model: Path, tmp_path: Path
+) -> None:
+    sentence_transformers_files(model)
+    (model / "2_Dense" / "model.safetensors").rename(model / "2_Dense" / "pytorch_model.bin")
+    with pytest.raises(UnsupportedCheckpointError, match=r"2_Dense/pytorch_model\.bin"):
+        convert(request(model, tmp_path / "out"))
+    (model / "modules.json").unlink()
+    assert "2_Dense/pytorch_model.bin" not in convert(request(model, tmp_path / "out"))["files"]
 
 
 def test_a_broken_config_is_refused(model: Path, tmp_path: Path) -> None:

@@ -351,6 +351,13 @@ def test_files_that_are_known_to_be_parts_of_something_else_are_no_models(tmp_pa
         locate(tmp_path / name)
 
 
+def test_a_directory_whose_only_weights_are_a_torch_file_is_answered_with_its_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "lit_model.pth")
+    torch.save({"w": torch.ones(2)}, tmp_path / "optimizer.bin")
+    with pytest.raises(NotACheckpointError, match=r"name it itself: lit_model\.pth$"):
+        locate(tmp_path)
+
+
 def test_names_on_one_storage_are_ties(tmp_path: Path) -> None:
     embed = torch.randn(4, 2)
     torch.save({"embed.weight": embed, "head.weight": embed, "n.w": torch.ones(1)}, tmp_path / "x.pt")

@@ -17,6 +17,7 @@ from ckptflow.formats.base import Location, ReadOptions
 from ckptflow.formats.registry import locate, read
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.output.quantization import with_quantization_of
+from ckptflow.output.sentence_modules import module_files
 from ckptflow.output.sidefiles import config_bytes, main_dtype, read_config, side_files, with_dtype
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan, arrange_files, plan_from_manifest
@@ -24,7 +25,7 @@ from ckptflow.request import ConvertRequest, check_named
 from ckptflow.tensors import check_tiling
 from ckptflow.transforms.adapters import plan_adapter
 from ckptflow.transforms.cast import cast
-from ckptflow.transforms.config_fit import check_fits_config
+from ckptflow.transforms.config_fit import check_fits_config, check_layers
 from ckptflow.transforms.experts import split_experts
 from ckptflow.transforms.prefix import without_wrapper_prefix
 from ckptflow.transforms.saved_names import use_saved_names
@@ -118,6 +119,7 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     # What save_pretrained left in one directory belongs together.
     apart = manifest.layout != "huggingface" or request.config_dir is not None
     if config_dir is not None and apart and not adapter_files:
+        check_layers(plan, config, config_dir, location.path)
         check_fits_config(plan, config_dir, location.path)
     plan = arrange_files(plan, request.max_shard_bytes if stem == "model" else plan.nbytes + 1, stem)
     side = _side_content(config_dir, request, location, manifest, plan, config, adapter_files)
@@ -179,7 +181,10 @@ def _side_content(
     if config_dir is not None:
         # A directory that a person named may hold links, as the Hub's cache does; one in the checkpoint may not.
         named = request.config_dir is not None or not config_dir.is_relative_to(location.root)
-        side = dict(side_files(config_dir, Path("/") if named else location.root))
+        root = Path("/") if named else location.root
+        side = dict(side_files(config_dir, root))
+        if manifest.layout == "huggingface" and request.config_dir is None:
+            side |= dict(module_files(config_dir, root))
     if manifest.adapter is not None and manifest.adapter.separate and request.config_dir is None:
         # Tokens that were added while the adapter was trained stand in the tokenizer beside it, not in the base's.
         own = dict(side_files(location.root, location.root))

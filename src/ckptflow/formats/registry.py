@@ -19,6 +19,7 @@ from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
 from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.dcp_hf import DcpHuggingFaceShards
 from ckptflow.formats.deepspeed import DeepSpeedCheckpoint
+from ckptflow.formats.files import list_names
 from ckptflow.formats.fsdp import FsdpRankFiles
 from ckptflow.formats.full_state_dict import FullStateDict
 from ckptflow.formats.huggingface import HuggingFaceDirectory
@@ -139,7 +140,7 @@ def locate(path: Path) -> Location:
             file=path,
             expected="one of the layouts " + ", ".join(fmt.layout for fmt in FORMATS),
             found=_listing(path),
-            fix="name the directory that holds the weight files",
+            fix=_advice(path),
         )
     choices = "\n    ".join(f"{location.path} ({location.layout})" for location in found)
     apart = len({location.path for location in found}) > 1
@@ -147,6 +148,15 @@ def locate(path: Path) -> Location:
     raise AmbiguousCheckpointError(
         f"{len(found)} checkpoints at this path", file=path, found=f"\n    {choices}", fix=fix
     )
+
+
+def _advice(path: Path) -> str:
+    """A torch file may be anything: it is a checkpoint where a person says so."""
+    files = [name for name in sorted(list_names(path), key=natural_key) if find_at(path / name)]
+    if not files:
+        return "name the directory that holds the weight files"
+    others = f" or another of {len(files)} files" if len(files) > 1 else ""
+    return f"if one file holds the whole model, name it itself: {files[0]}{others}"
 
 
 def _listing(path: Path, limit: int = 8) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from ckptflow.errors import UnsafeFileError
 from ckptflow.formats.files import stays_inside
 from ckptflow.jsonfiles import read_json_object
+from ckptflow.output.sentence_modules import MODULES
 from ckptflow.plan import ConsolidationPlan
 from ckptflow.transforms.quantized import quantized_module_of, quantized_modules
 
@@ -132,7 +133,9 @@ def generation_notes(directory: Path | None) -> list[str]:
 
 
 def loading_notes(side: Mapping[str, bytes]) -> list[str]:
-    """What the files beside the weights lack so that a model can be loaded; ``side`` is name → content."""
+    """What a person who loads the model should know of the files beside it; ``side`` is name → content."""
+    if MODULES in side:
+        return ["the modules of sentence-transformers are carried over as they are, in the dtype that they have"]
     if {"config.json", "adapter_config.json"} & set(side):
         return []
     return ["there is no config.json: transformers can't load this directory; --config DIR names one"]

@@ -1,4 +1,4 @@
-"""Names of another code base: tensors that the model of config.json has no use for.
+"""Whether the tensors can be the model of config.json: names of another code base, and layers that are not here.
 
 torchtitan, torchtune, OLMo-core, litgpt and others train models of their own, with names of their own, and some order
 rows of q and k differently. Under such names transformers loads a model of random weights, with a warning only.
@@ -7,13 +7,58 @@ rows of q and k differently. Under such names transformers loads a model of rand
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from ckptflow.errors import InconsistentCheckpointError, VerificationError
+from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, VerificationError
 from ckptflow.plan import ConsolidationPlan
 
 # Names of most language models in transformers. They need no question to it, which takes seconds; verify asks it.
 FAMILIAR = re.compile(r"(?:^|\.)(?:embed_tokens\.weight|self_attn\.(?:q|k|v|o|qkv)_proj\.weight)$")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def check_layers(plan: ConsolidationPlan, config: Mapping[str, object], config_dir: Path, path: Path) -> None:
+    """Hold the numbers of layers to config.json: one of a model's several files looks like a model.
+
+    More layers than the config describes are multi-token prediction; encoders and decoders count apart. Where fewer
+    are here, transformers is asked, since some models count otherwise: a layer of LongCat's is two in its config.
+
+    Args:
+        plan: what will be written.
+        config: the content of config.json.
+        config_dir: directory with config.json.
+        path: the checkpoint, for messages.
+
+    Raises:
+        IncompleteCheckpointError: a layer is missing.
+    """
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) else config
+    described = config.get("num_hidden_layers", text.get("num_hidden_layers"))
+    found = {int(match[1]) for fqn in (*(t.fqn for t in plan.tensors), *plan.ties) if (match := LAYER.search(fqn))}
+    if not found or type(described) is not int or config.get("is_encoder_decoder") is True:
+        return
+    absent = next((number for number in range(described) if number not in found), None)
+    if absent is not None and _has_layer(config_dir, absent):
+        raise IncompleteCheckpointError(
+            "a layer that config.json describes is not in the checkpoint",
+            file=path,
+            expected=f"layers 0 to {described - 1}",
+            found=f"{len(found)} layers, and no layers.{absent}",
+            fix="name the directory with all files of the model, or the right config.json with --config",
+        )
+
+
+def _has_layer(config_dir: Path, number: int) -> bool:
+    """Whether the model of a config has a layer of that number; True where transformers can't tell."""
+    from ckptflow.validate.skeleton import describe_model
+
+    try:
+        names = describe_model(config_dir).shapes
+    except VerificationError:
+        names = {}
+    return not names or any((match := LAYER.search(fqn)) and int(match[1]) == number for fqn in names)
 
 
 def check_fits_config(plan: ConsolidationPlan, config_dir: Path, path: Path) -> None:
