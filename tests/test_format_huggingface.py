@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from ckptflow.errors import (
@@ -154,6 +155,17 @@ def test_a_single_file_beside_whole_shards_is_ambiguous(tmp_path: Path) -> None:
     save_file(FULL, tmp_path / "model.safetensors")
     with pytest.raises(AmbiguousCheckpointError, match="two sets"):
         manifest_of(tmp_path)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_further_models_of_accelerates_save_state_are_listed_as_what_they_are(tmp_path: Path, safe: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = (accelerator.prepare(torch.nn.Linear(3, size)) for size in (2, 4))
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    manifest = manifest_of(tmp_path)
+    assert_same_bits(manifest.tensors, as_numpy(first.state_dict()))
+    (other,) = [entry for entry in manifest.left_out if "another model of the same save" in entry.reason]
+    assert_same_bits(manifest_of(tmp_path / other.name).tensors, as_numpy(second.state_dict()))
 
 
 def test_shards_that_the_index_does_not_name_are_left_out_with_a_note(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.megatron_dist import MegatronDistCheckpoint
 from ckptflow.formats.registry import find_at, locate
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.plan import plan_from_manifest
+from ckptflow.validate.reread.choose import SourceReader
 from megatron_dist_writer import dist_tensors, save
 from megatron_models import CONFIGS, args_of, config_of, hf_model
 from reading import read_source
@@ -40,6 +42,24 @@ def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str, one_by
     assert {entry.name for entry in manifest.left_out} == {"optimizer", "_extra_state", "rng_state"}
     assert any("6 rows of vocabulary padding" in note for note in manifest.notes)
     assert (manifest.ties != {}) == config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "mixtral"])
+def test_a_model_inside_nemos_wrapper_is_that_model(tmp_path: Path, family: str) -> None:
+    config = config_of(family)
+    hf = hf_model(config)
+    wrapped = {f"module.{name}": tensor for name, tensor in dist_tensors(hf, config).items()}
+    out = save(wrapped, tmp_path / "m--epoch=0-step=10" / "weights", config)
+    torch.save({"epoch": 0, "global_step": 10, "pytorch-lightning_version": "2.4.0", "loops": {}}, out / "common.pt")
+    manifest = read(out)
+    assert set(manifest.tensors) == set(hf)
+    source = SourceReader(manifest)
+    for fqn, tensor in hf.items():
+        planned = next(t for t in plan_from_manifest(manifest).tensors if t.fqn == fqn)
+        name = source.name_for(planned)
+        assert name is not None
+        assert torch.equal(torch.from_numpy(read_source(manifest.tensors[fqn])), tensor), fqn
+        assert torch.equal(source.read(planned, name, (0,) * tensor.ndim, tuple(tensor.shape)), tensor), fqn
 
 
 def test_it_is_megatrons_and_not_plain_dcp(tmp_path: Path) -> None:

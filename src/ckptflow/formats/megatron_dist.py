@@ -1,8 +1,8 @@
 """Megatron-Core's ``torch_dist`` checkpoints: a DCP directory whose tensors bear Megatron's names.
 
-verl writes ``actor/dist_ckpt/`` with ``huggingface/`` beside it, Megatron-LM ``iter_0000010/``. Layers, and experts in
-them, are stacked: axis 0 is the global layer number. Pipeline and tensor parallelism leave no trace in global tensors
-(https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/dist_checkpointing).
+verl writes ``actor/dist_ckpt/`` with ``huggingface/`` beside it, Megatron-LM ``iter_0000010/``, NeMo 2 ``weights/``.
+Layers, and experts in them, are stacked: axis 0 is the global layer number. Pipeline and tensor parallelism leave no
+trace in global tensors (https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/dist_checkpointing).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ckptflow.formats.verdicts import refused
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, LeftOut, Mesh
 from ckptflow.tensors import TensorSource, concatenate, unbind
+from ckptflow.transforms.fqn import DDP_PREFIX
 from ckptflow.transforms.megatron_args import check_args
 from ckptflow.transforms.megatron_names import NO_WEIGHTS, describe, to_huggingface
 
@@ -166,10 +167,11 @@ def _mesh(args: Mapping[str, Any]) -> Mesh | None:
 def _tree(metadata: DcpMetadata, files: DcpFiles, directory: Path) -> dict[str, TensorSource]:
     """Megatron's names with layer and expert numbers → tensors without those axes."""
     tree: dict[str, TensorSource] = {}
-    for key, tensor in metadata.tensors.items():
-        if STATE.match(key):
-            continue
-        for name, source in _unstacked(key, files.source(key, tensor)):
+    keys = [key for key in metadata.tensors if not STATE.match(key)]
+    # NeMo saves the model inside its wrapper.
+    wrapper = DDP_PREFIX if all(key.startswith(DDP_PREFIX) for key in keys) else ""
+    for key in keys:
+        for name, source in _unstacked(key.removeprefix(wrapper), files.source(key, metadata.tensors[key])):
             if name in tree:
                 raise InconsistentCheckpointError(
                     "two tensors for one parameter", file=directory, tensor=name, found=key

@@ -37,6 +37,8 @@ NOT_WEIGHTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^zero_to_\w+\.py$"), "a script, never run"),
     (re.compile(r"^adapter_model\.(safetensors|bin)$"), "an adapter beside the weights that are read"),
 )
+# Accelerate numbers the models of one save_state; the first has no number.
+_OTHER_MODEL = re.compile(r"^(pytorch_)?model_\d+\.(safetensors|bin)$|^pytorch_model_fsdp_\d+\.bin$")
 _LOOKS_LIKE_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|msgpack|h5|gguf)$")
 
 
@@ -153,6 +155,8 @@ def left_out_files(names: Iterable[str], taken: Iterable[str], directory: Path) 
         if name in used:
             continue
         reason = next((why for pattern, why in NOT_WEIGHTS if pattern.match(name)), None)
+        if reason is None and _OTHER_MODEL.match(name):
+            reason = "another model of the same save: name the file itself to convert it"
         if reason is None and _LOOKS_LIKE_WEIGHTS.search(name):
             reason = "not among the weight files that were chosen"
         if reason is not None:

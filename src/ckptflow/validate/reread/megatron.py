@@ -28,6 +28,10 @@ LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.")
 EXPERT = re.compile(r"(mlp\.experts)\.local_experts\.(\d+)\.")
 
 
+# NeMo saves the model inside its wrapper.
+WRAPPER, EMBEDDING = "module.", "embedding.word_embeddings.weight"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRows:
     """Where one key of DCP has rows of a Megatron tensor: behind the numbers of layer and expert on its first axes."""
@@ -56,11 +60,13 @@ class MegatronRereader:
         stored: the DCP directory or the ranks, under Megatron's names.
         model: what config.json says about them.
         files: which files ``stored`` is made of, for people.
+        wrapper: what all of Megatron's names begin with.
     """
 
-    def __init__(self, stored: Stored, model: MegatronModel, files: str) -> None:
+    def __init__(self, stored: Stored, model: MegatronModel, files: str, wrapper: str = "") -> None:
         self.how = f"torch.load of every {files}, rows found by cutting row numbers"
         self._stored = stored
+        self._wrapper = wrapper
         self._dims = model.dims
         self._places = {hf: (wanted, part) for wanted in model.wanted for part, hf in enumerate(wanted.hf)}
         self._find = lru_cache(maxsize=256)(self._find_rows)
@@ -111,6 +117,7 @@ class MegatronRereader:
         """The key that holds the tensor, or the two that hold its halves; none where it can't be read here."""
         for name in wanted.megatron:
             for key, stack in _keys(name):
+                key = self._wrapper + key
                 for keys in ((key,), (f"{key}_w", f"{key}_v")):
                     shapes = [self._stored.stored_shape(key) for key in keys]
                     if all(shapes):
@@ -128,8 +135,9 @@ def reread_torch_dist(stored: DcpRereader, config: Mapping[str, Any]) -> Megatro
     Raises:
         UnsupportedCheckpointError: no table for this ``model_type``.
     """
-    output = stored.stored_shape("output_layer.weight")
-    return MegatronRereader(stored, describe(config, output[0] if output else None), "DCP entry")
+    wrapper = "" if stored.stored_shape(EMBEDDING) else WRAPPER
+    output = stored.stored_shape(f"{wrapper}output_layer.weight")
+    return MegatronRereader(stored, describe(config, output[0] if output else None), "DCP entry", wrapper)
 
 
 def reread_ranks(files: Sequence[Path], mesh: Mesh, config: Mapping[str, Any]) -> MegatronRereader:
