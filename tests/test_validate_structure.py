@@ -258,6 +258,11 @@ class TestAgainstTheConfig:
         assert "unexpected: base_model.model.lm_head.weight" in found
         assert "model.layers.1.mlp.up_proj.weight has shape [25, 16], the config says [24, 16]" in found
 
+    def test_a_model_whose_embedding_was_resized_needs_its_own_config(self, tmp_path: Path) -> None:
+        weights = {fqn: torch.cat([t, t[:2]]) if t.shape[0] == 64 else t for fqn, t in llama_weights().items()}
+        with pytest.raises(VerificationError, match=r"config says \[64, 16\](.|\n)*config\.json of this very model"):
+            verify(write_model(tmp_path / "out", weights)).raise_if_failed()
+
     def test_a_head_left_out_though_the_config_ties_nothing_is_missing(self, tmp_path: Path) -> None:
         weights = llama_weights()
         del weights["lm_head.weight"]

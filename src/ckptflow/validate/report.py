@@ -14,6 +14,9 @@ Figure = str | int | float
 SHOWN = 8
 """Names that a message lists before it says how many more there are."""
 
+KEYS = "keys and shapes"
+"""The check of names and shapes against config.json."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -89,10 +92,12 @@ class ValidationReport:
         """
         if self.failures:
             listed = "".join(f"\n    {check.name}: {check.detail}" for check in self.failures)
+            # Converting again mends damage; other shapes than the config's, as after a resized embedding, it doesn't.
+            config = ", with the config.json of this very model" if KEYS in {c.name for c in self.failures} else ""
             raise VerificationError(
                 f"{len(self.failures)} of {len(self.checks)} checks failed",
                 found=listed,
-                fix="don't publish this directory; convert the checkpoint again",
+                fix=f"don't publish this directory; convert the checkpoint again{config}",
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ckptflow.output.sidefiles import DTYPE_KEYS
 from ckptflow.transforms.ties import declares_tied
 from ckptflow.validate.files import Record
 from ckptflow.validate.headers import StoredTensor, bytes_by_dtype
-from ckptflow.validate.report import Check, Figure, Status, listing
+from ckptflow.validate.report import KEYS, Check, Figure, Status, listing
 from ckptflow.validate.skeleton import Skeleton
 
 VALUE_HEAD = "v_head."
@@ -22,7 +22,7 @@ Tensors = Mapping[str, StoredTensor]
 
 def check_keys(tensors: Tensors, skeleton: Skeleton) -> Check:
     """transformers finds a tensor of the right shape for every parameter, and a use for every tensor."""
-    name = "keys and shapes"
+    name = KEYS
     if skeleton.unavailable is not None or skeleton.loading is None:
         status: Status = "warning" if skeleton.refused else "skipped"
         return Check(
