@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, LongcatFlashConfig
 
 from checkpoints import TINY, llama_values
 from ckptflow.convert import convert
@@ -123,3 +124,17 @@ def test_one_of_several_files_of_a_model_is_not_the_model(
     half = {fqn: value for fqn, value in llama_values(TINY, 3).items() if ".layers.1." not in fqn}
     with pytest.raises(IncompleteCheckpointError, match=r"no layers\.1"):
         convert(ConvertRequest(path=save(half, run_directory(tmp_path)), out=tmp_path / "out", config_dir=config))
+
+
+def test_a_model_whose_config_counts_its_layers_twice_is_whole(tmp_path: Path) -> None:
+    config = LongcatFlashConfig(
+        **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "q_lora_rank": 8},
+        **{"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "ffn_hidden_size": 24},
+        **{"expert_ffn_hidden_size": 12, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
+    )
+    assert config.num_hidden_layers == 4
+    config.save_pretrained(tmp_path / "config")
+    weights = dict(AutoModelForCausalLM.from_config(config).state_dict())
+    source = as_torch_file(weights, run_directory(tmp_path))
+    record = convert(ConvertRequest(path=source, out=tmp_path / "out", config_dir=tmp_path / "config"))
+    assert set(record["tensors"]) == set(weights)
