@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptflow.destinations import work_lock, work_path
 from ckptflow.formats.base import Location
+from ckptflow.hidden import hidden_beside
 from ckptflow.jsonfiles import write_json
 from ckptflow.locks import is_held
 from ckptflow.output.record import read_record
@@ -41,7 +42,7 @@ class Workplace:
 
     @property
     def _proof(self) -> Path:
-        return self.out.parent / f".{self.out.name}.proven.json"
+        return hidden_beside(self.out, ".proven.json")
 
     def proven_before(self, how: VerifyOptions, forward: bool) -> Proven | None:
         """The proof of the model that is here, if a run before this one proved it in the same way."""

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ckptflow.formats.base import Location
+from ckptflow.hidden import fitted, hidden_beside
 
 PLACEHOLDER = re.compile(r"\{(run|step|role)\}")
 # Signs of a name that mean something else in a file:// address, or that are dropped there.
@@ -37,12 +38,12 @@ def label_of(location: Location) -> str:
 
 def work_path(location: Location, work_dir: Path | None = None) -> Path:
     """Where a run makes the model: in ``work_dir``, or in ``.ckptflow`` in the directory of the training run."""
-    return (work_dir or location.root.parent / ".ckptflow") / label_of(location).replace(" ", "-")
+    return (work_dir or location.root.parent / ".ckptflow") / fitted(label_of(location).replace(" ", "-"))
 
 
 def work_lock(out: Path) -> Path:
     """The lock of the run that makes the model at ``out``."""
-    return out.parent / f".{out.name}.lock"
+    return hidden_beside(out, ".lock")
 
 
 def destination_of(location: Location, destination_uri: str) -> str:

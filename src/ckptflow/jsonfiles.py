@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckptflow.errors import CorruptFileError, IncompleteCheckpointError, UnsafeFileError
+from ckptflow.hidden import hidden_beside
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 
@@ -67,7 +68,7 @@ def write_json(path: Path, value: object) -> bytes:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write bytes under a temporary name, fsync, rename into place, fsync the directory."""
-    beside = path.with_name(f".{path.name}.part")
+    beside = hidden_beside(path, ".part")
     with open(beside, "wb") as file:
         file.write(data)
         file.flush()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError, OutputError
+from ckptflow.hidden import hidden_beside
 from ckptflow.jsonfiles import fsync_directory, read_json_object, write_json
 
 RENAME_EXCHANGE = 2  # linux/fs.h
@@ -37,7 +38,7 @@ class Workspace:
     @property
     def base(self) -> Path:
         """The hidden directory beside ``out``."""
-        return self.out.parent / f".{self.out.name}.ckptflow"
+        return hidden_beside(self.out, ".ckptflow")
 
     @property
     def model(self) -> Path:

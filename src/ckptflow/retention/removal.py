@@ -17,6 +17,7 @@ from typing import Literal
 
 from ckptflow.errors import OutputError
 from ckptflow.formats.registry import MAX_DEPTH, UNFINISHED_NAME
+from ckptflow.hidden import hidden_beside
 from ckptflow.jsonfiles import fsync_directory
 from ckptflow.retention.policy import Decision
 from ckptflow.treesize import tree_size
@@ -117,7 +118,7 @@ def _what_changed(decision: Decision) -> str | None:
 
 def _remove_step(path: Path) -> bool:
     """Rename and remove; False where it was gone."""
-    doomed = path.with_name(f".{path.name}{SUFFIX}")
+    doomed = hidden_beside(path, SUFFIX)
     try:
         _check_removable(path)
         _remove(doomed)  # of a killed run, before the trainer made the same step again

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptflow.errors import OutputError, SourceChangedError, VerificationError
+from ckptflow.hidden import hidden_beside
 from ckptflow.jsonfiles import fsync_directory
 from ckptflow.shrink.copying import Progress, Source, Span
 from ckptflow.shrink.plan import Rewrite
@@ -79,7 +80,7 @@ def remove_stale(directory: Path) -> None:
 
 def temporary_path(path: Path) -> Path:
     """Where the shrunk form of a file is written."""
-    return path.with_name(f".{path.name}{SUFFIX}")
+    return hidden_beside(path, SUFFIX)
 
 
 def _write(rewrite: Rewrite, source: Source, temporary: Path, progress: Progress | None) -> None:
