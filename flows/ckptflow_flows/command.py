@@ -53,8 +53,8 @@ class Outcome:
         return asdict(self)
 
 
-def run_checkpoints(args: argparse.Namespace) -> list[Outcome]:
-    """Run the flow for each complete checkpoint at or below ``args.path``, oldest step first.
+def run_checkpoints(args: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the flow for each complete checkpoint at or below ``args.path``, oldest step first; tell of each when it ends.
 
     Raises:
         NotACheckpointError: nothing is there.
@@ -67,7 +67,8 @@ def run_checkpoints(args: argparse.Namespace) -> list[Outcome]:
     # Prefect's own console handler names run and task; it stands back where there is one already.
     logging.getLogger().handlers.clear()
     with settings_told(), server_told():
-        return [_run_one(found, making) for found in _checkpoints(args)]
+        for found in _checkpoints(args):
+            yield _run_one(found, making)
 
 
 def _checkpoints(args: argparse.Namespace) -> Iterator[FoundCheckpoint]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckptflow.cli.console import print_json, print_table
 from ckptflow.cli.options import DESTINATION, add_json, add_recipe, local_path, seconds
-from ckptflow.errors import UsageError
+from ckptflow.errors import CkptflowError, UsageError
+
+if TYPE_CHECKING:
+    from ckptflow_flows.command import Outcome
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,10 +39,21 @@ def run(args: argparse.Namespace) -> int:
         if error.name != "prefect":
             raise
         raise UsageError("`ckptflow run` needs Prefect", fix="pip install 'ckptflow[all]'") from error
-    outcomes = run_checkpoints(args)
-    if args.json:
-        print_json([outcome.to_json() for outcome in outcomes])
-    else:
-        rows = [(o.path, "" if o.global_step is None else o.global_step, o.state, o.detail) for o in outcomes]
-        print_table("checkpoints", ("path", "step", "state", "detail"), rows)
+    outcomes: list[Outcome] = []
+    try:
+        for outcome in run_checkpoints(args):
+            outcomes.append(outcome)
+    except (CkptflowError, KeyboardInterrupt):
+        if outcomes:  # what was done before the server died, or somebody said stop, is done
+            _show(outcomes, args.json)
+        raise
+    _show(outcomes, args.json)
     return 0 if all(o.state == "published" for o in outcomes) else 1
+
+
+def _show(outcomes: Sequence[Outcome], as_json: bool) -> None:
+    if as_json:
+        print_json([outcome.to_json() for outcome in outcomes])
+        return
+    rows = [(o.path, "" if o.global_step is None else o.global_step, o.state, o.detail) for o in outcomes]
+    print_table("checkpoints", ("path", "step", "state", "detail"), rows)
