@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -114,6 +115,30 @@ def test_a_destination_that_cannot_be_asked_fails_alone(lab: FlowLab, tmp_path: 
     assert state["name"] == "Failed"
     assert "is not published at s3://no-such-place/models/one-away/step-10 (" in state["message"]
     assert (tmp_path / "models" / "one-away" / "step-10" / "ckptflow.json").is_file()
+
+
+def test_another_model_at_its_destination_is_refused_once_and_replaced_where_that_is_asked_for(
+    lab: FlowLab, tmp_path: Path
+) -> None:
+    path = write_fsdp_step(tmp_path / "written-twice")
+    places = [(tmp_path / name).as_uri() for name in ("a", "b")]
+    marker = tmp_path / "a" / "written-twice" / "step-10" / "ckptflow.json"
+    (first,) = lab.run_flows({"parameters": parameters(path, places[0])})
+    assert first["name"] == "Completed"
+    before = marker.read_bytes()
+    shutil.rmtree(path)
+    # Training went on from an earlier step, and came by once more.
+    write_fsdp_step(path.parent, changes={"model.norm.weight": lambda values: values + 1})
+    there, anew = places[0], {"uri": places[0], "overwrite": True}
+    alone, of_two, replaced = lab.run_flows(
+        *({"parameters": parameters(path, *to)} for to in ([there], [there, places[1]], [anew, places[1]]))
+    )
+    assert (alone["type"], alone["name"]) == (of_two["type"], of_two["name"]) == ("FAILED", "Refused")
+    assert "the destination holds another model" in alone["message"]
+    assert f"it is published at {places[1]}" in of_two["message"]
+    assert replaced["name"] == "Completed"
+    assert marker.read_bytes() != before
+    assert not (path.parent / ".ckptflow").exists()
 
 
 def test_the_command_line_takes_several_and_says_what_became_of_them(lab: FlowLab, tmp_path: Path) -> None:

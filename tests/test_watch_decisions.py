@@ -75,4 +75,7 @@ def test_keys_tell_checkpoints_recipes_and_tries_apart_but_not_machines() -> Non
     two_places, same_places = (MAKING.model_copy(update={"destinations": each}) for each in (both, both[::-1]))
     assert base_key(LOCATION, two_places) == base_key(LOCATION, same_places)
     assert base_key(LOCATION, two_places) not in keys
+    # What was refused because another model is there is not refused any more.
+    replacing = Making(destinations=(MAKING.destinations[0].model_copy(update={"overwrite": True}),))
+    assert base_key(LOCATION, replacing) not in {*keys, base_key(LOCATION, two_places)}
     assert len({attempt_key(key, attempt) for attempt in (1, 2, 12)}) == 3

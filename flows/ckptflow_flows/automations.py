@@ -25,7 +25,7 @@ NOTICES = {
     "ckptflow: checkpoint refused": (
         ("Refused",),
         "ckptflow refused a checkpoint",
-        "The checkpoint is at fault; it is not tried again until its files change.",
+        "The checkpoint is at fault, or its place is taken; it is not tried again until its files change.",
     ),
     "ckptflow: run failed": (
         ("Failed", "Crashed", "TimedOut"),

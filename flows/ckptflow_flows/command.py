@@ -54,7 +54,7 @@ class Outcome:
 
 
 def run_checkpoints(args: argparse.Namespace) -> Iterator[Outcome]:
-    """Run the flow for each complete checkpoint at or below ``args.path``, oldest step first; tell of each when it ends.
+    """Run the flow for each complete checkpoint at or below ``args.path``, oldest step first; yields each as it ends.
 
     Raises:
         NotACheckpointError: nothing is there.

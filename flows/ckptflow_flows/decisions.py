@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from ckptflow.destinations import run_name, step_name
 from ckptflow.formats.base import Location
 from ckptflow_flows.settings import (
+    Destination,
     Machine,
     Places,
     PostTraining,
@@ -112,11 +113,16 @@ def base_key(location: Location, making: Making) -> str:
     """Readable name and hash of what decides the result: path, destinations and recipe; not how or where to run."""
     identity = {
         "path": str(location.path),
-        "destinations": sorted(destination.uri for destination in making.destinations),
+        "destinations": sorted(_identity_of(destination) for destination in making.destinations),
         "recipe": making.recipe.model_dump(mode="json"),
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
     return f"{run_name(location)}-{step_name(location)}-{digest}"
+
+
+def _identity_of(destination: Destination) -> str:
+    # What was refused because something else is there is tried anew once that may be replaced.
+    return f"{destination.uri},overwrite" if destination.overwrite else destination.uri
 
 
 def attempt_key(base: str, attempt: int) -> str:

@@ -15,7 +15,14 @@ from prefect.states import Failed
 from ckptflow.convert import claim
 from ckptflow.destinations import label_of
 from ckptflow.discover import SETTLE_SECONDS
-from ckptflow.errors import CheckpointError, CkptflowError, UsageError, ValueRefusedError, VerificationError
+from ckptflow.errors import (
+    CheckpointError,
+    CkptflowError,
+    DestinationTakenError,
+    UsageError,
+    ValueRefusedError,
+    VerificationError,
+)
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
 from ckptflow.locks import exclusive, in_use
@@ -35,8 +42,8 @@ from ckptflow_tasks.shrinking import shrink_source
 from ckptflow_tasks.step import heals, with_slot
 from ckptflow_tasks.writing import check_equal, finish_model, merge_files
 
-# What running again on the same bytes gives again: the checkpoint is at fault, not the machine.
-REFUSALS = (CheckpointError, ValueRefusedError, VerificationError, UsageError)
+# What running again on the same bytes gives again: the checkpoint, or what is in its place, is at fault.
+REFUSALS = (CheckpointError, ValueRefusedError, VerificationError, UsageError, DestinationTakenError)
 
 
 def _flow_run_name() -> str:
@@ -85,7 +92,7 @@ def post_training(checkpoint: PostTraining) -> Any:
 
 
 def refused(error: Exception) -> State[Any]:
-    """A failed state that says: the checkpoint is bad, the machine is not."""
+    """A failed state that says: the checkpoint is bad, or its place is taken; the machine is not at fault."""
     return Failed(name="Refused", message=_in_one_line(error), data=error)
 
 
@@ -114,7 +121,7 @@ def _publish_missing(checkpoint: PostTraining, location: Location, place: Workpl
         except REFUSALS:
             place.tidy(keep=False)  # what was made of a refused checkpoint must not look finished
             raise
-        if state.is_completed():
+        if state.is_completed() or state.name == "Refused":
             place.tidy(keep=checkpoint.machine.keep_local)
     return state
 

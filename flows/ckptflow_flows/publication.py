@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from ckptflow.errors import DestinationTakenError
 from ckptflow.formats.base import Location
 from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.several import Destination, DestinationOutcome, told_in_words
@@ -73,6 +74,8 @@ class Publication:
     def end(self) -> State[Any]:
         """The final state of the run: completed where the model is at all destinations.
 
+        Refused where something else is at those that lack it, which no further try changes.
+
         Raises:
             Exception: what went wrong at the only destination.
         """
@@ -86,7 +89,9 @@ class Publication:
             return Completed(message=told_in_words(self.label, outcomes), data=data)
         if len(outcomes) == 1:
             raise cast("Exception", failed[0].error)
-        return Failed(message=told_in_words(self.label, outcomes), data=failed[0].error)
+        is_refused = all(isinstance(each.error, DestinationTakenError) for each in failed)
+        name = "Refused" if is_refused else "Failed"
+        return Failed(name=name, message=told_in_words(self.label, outcomes), data=failed[0].error)
 
     def _announce(self, destination: Destination, record: PublishRecord | None) -> None:
         place = destination.for_checkpoint(self.location)

@@ -17,7 +17,8 @@ CkptflowError
 ├── VerificationError        the output is not what the source says
 └── PublishError             the store refused or lost an upload
     ├── TransientPublishError    may heal: throttling, dropped connections, 5xx
-    └── PermanentPublishError    will not heal by itself: credentials, permission, quota, foreign content
+    └── PermanentPublishError    will not heal by itself: credentials, permission, quota
+        └── DestinationTakenError    something else is there; only a person can say what is to become of it
 
 A message has five parts, in this order, each only where it applies: what is wrong, file, tensor,
 expected and found, what to do. ``CkptflowError`` renders them, so that callers pass facts and not prose.
@@ -147,3 +148,7 @@ class TransientPublishError(PublishError):
 
 class PermanentPublishError(PublishError):
     """Will not heal by itself."""
+
+
+class DestinationTakenError(PermanentPublishError):
+    """The destination holds something else than this model."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ckptflow.errors import PermanentPublishError, TransientPublishError
+from ckptflow.errors import DestinationTakenError, TransientPublishError
 from ckptflow.publish.model import MARKER_NAME, LocalFile, Marker, is_training_name
 
 HOW_TO_OVERWRITE = "`upload --overwrite`, or `,overwrite=true` behind a destination of `run`, `watch` and `deploy`"
 
 
-def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublishError:
+def other_model(uri: str, mine: Marker, other: Marker | None) -> DestinationTakenError:
     """A marker that is not this model's; ``other`` is None where it does not parse."""
-    return PermanentPublishError(
+    return DestinationTakenError(
         "the destination holds another model",
         file=f"{uri}: {MARKER_NAME}",
         expected=f"nothing, or the model with fingerprint {mine.fingerprint}",
@@ -21,10 +21,10 @@ def other_model(uri: str, mine: Marker, other: Marker | None) -> PermanentPublis
     )
 
 
-def foreign_files(uri: str, names: Collection[str]) -> PermanentPublishError:
+def foreign_files(uri: str, names: Collection[str]) -> DestinationTakenError:
     """Files that are not this model's, without a marker."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return PermanentPublishError(
+    return DestinationTakenError(
         "the destination holds files that are not of this model",
         file=uri,
         expected="nothing, or files of this model with the same content",
@@ -37,11 +37,11 @@ def check_no_training(uri: str, names: Iterable[str]) -> None:
     """Let another model's files be replaced, and never a checkpoint, which no model gives back.
 
     Raises:
-        PermanentPublishError: files of a training are among those at the destination.
+        DestinationTakenError: files of a training are among those at the destination.
     """
     found = sorted(filter(is_training_name, names))
     if found:
-        raise PermanentPublishError(
+        raise DestinationTakenError(
             "the destination holds a checkpoint of a trainer, which is never overwritten",
             file=uri,
             found=", ".join(found[:5]),
@@ -49,9 +49,9 @@ def check_no_training(uri: str, names: Iterable[str]) -> None:
         )
 
 
-def overtaken(uri: str, found: str) -> PermanentPublishError:
+def overtaken(uri: str, found: str) -> DestinationTakenError:
     """Another model came to the same destination while this one was sent."""
-    return PermanentPublishError(
+    return DestinationTakenError(
         "another run writes another model to the same destination",
         file=uri,
         found=found,
