@@ -164,6 +164,23 @@ def test_a_run_is_published_under_its_own_name_whatever_that_is(tmp_path: Path, 
     assert (models / name / "step-10" / "config.json").read_bytes() == b"{}"
 
 
+def test_times_from_the_future_say_nothing_and_when_the_files_came_here_does(tmp_path: Path) -> None:
+    step = hf_step(tmp_path / "run" / "checkpoint-10", age_seconds=-3600)  # the trainer's clock is an hour ahead
+    assert [found.state for found in discover([step], settle_seconds=0)] == ["complete"]
+    (found,) = discover([step], settle_seconds=30)
+    assert (found.state, found.reason[:34]) == ("in-progress", "complete, but changed 0 s ago; set")
+    (found,) = discover([step], settle_seconds=30, now=time.time() + 40)
+    assert found.state == "complete"
+    assert found.newest_mtime < time.time() + 1
+
+
+def test_where_the_file_server_s_clock_is_ahead_too_that_is_told(tmp_path: Path) -> None:
+    hf_step(tmp_path / "run" / "checkpoint-10", age_seconds=-3600)
+    (found,) = discover([tmp_path], settle_seconds=30, now=time.time() - 600)
+    assert found.state == "in-progress"
+    assert "ahead of this machine's clock: set the clocks" in found.reason
+
+
 def test_the_command_prints_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf_step(tmp_path / "checkpoint-10")
     assert main(["detect", str(tmp_path), "--json"]) == 0

@@ -57,6 +57,12 @@ def test_a_refused_or_cancelled_checkpoint_is_left_until_its_files_change(ended:
     assert decided(last(ended), newest_mtime=NOW - 30) == ("start", 2)
 
 
+@pytest.mark.parametrize(("ended", "action"), [("refused", "leave"), ("failed", "wait"), ("completed", "wait")])
+def test_files_from_the_future_do_not_start_run_after_run(ended: str, action: str) -> None:
+    """A trainer's clock that is ahead, or files that were copied with such times: they are newer than any run."""
+    assert decided(last(ended), newest_mtime=NOW + 3600)[0] == action
+
+
 def test_a_model_that_vanished_from_its_destination_is_made_again() -> None:
     assert decided(last("completed", since=NOW - 301)) == ("start", 2)
 

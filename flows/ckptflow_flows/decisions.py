@@ -149,7 +149,8 @@ def decide(last: LastRun | None, newest_mtime: float, patience: Patience, now: f
         if now < lost_at:
             return Decision(action="wait", reason="a worker is starting the run")
         return Decision(action="declare-lost", attempt=following, reason="whoever was to start the run died")
-    if newest_mtime > last.started_at:
+    # Times from the future are newer than any run: they would start one after the other.
+    if last.started_at < newest_mtime <= now:
         return Decision(action="start", attempt=following, reason="its files changed after the last run began")
     if last.ended in ("refused", "cancelled"):
         return Decision(action="leave", reason=f"{last.ended}: {last.message}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptflow.errors import NotACheckpointError
+from ckptflow.filetimes import changed_at
 from ckptflow.formats.base import Completeness, Location
 from ckptflow.formats.registry import check, find_below, natural_key
 
@@ -30,7 +31,7 @@ class FoundCheckpoint:
         location: where it is.
         state: ``in-progress`` also where a file changed less than the settle time ago.
         reason: why, for people.
-        newest_mtime: newest modification time in its directory, in seconds since the epoch.
+        newest_mtime: newest modification time in its directory, in seconds since the epoch (``filetimes.changed_at``).
     """
 
     location: Location
@@ -75,36 +76,41 @@ def discover(
 
 def judge(location: Location, settle_seconds: float, now: float) -> FoundCheckpoint | None:
     """The state of one checkpoint; None where it was deleted meanwhile."""
-    newest = newest_mtime(location.path)
+    newest = newest_mtime(location.path, now)
     if newest is None:
         return None
     verdict = check(location)
-    if verdict.state == "complete" and now - newest < settle_seconds:
-        verdict = Completeness(
-            state="in-progress",
-            reason=f"complete, but changed {max(0.0, now - newest):.0f} s ago; settle time is {settle_seconds:.0f} s",
-        )
+    if verdict.state == "complete" and settle_seconds > 0 and now - newest < settle_seconds:
+        changed = f"changed {now - newest:.0f} s ago"
+        if newest > now:
+            changed = f"its files are {newest - now:.0f} s ahead of this machine's clock: set the clocks"
+        reason = f"complete, but {changed}; settle time is {settle_seconds:.0f} s"
+        verdict = Completeness(state="in-progress", reason=reason)
     return FoundCheckpoint(location=location, state=verdict.state, reason=verdict.reason, newest_mtime=newest)
 
 
-def newest_mtime(path: Path) -> float | None:
-    """Newest modification time of a file, or of all files and directories below a directory; None if it is gone."""
+def newest_mtime(path: Path, now: float) -> float | None:
+    """When a file, or anything at or below a directory, was last changed; None if it is gone.
+
+    In seconds since the epoch; ``now`` too, with which times from the future are told.
+    """
     try:
-        newest = path.stat().st_mtime
+        newest = changed_at(path.stat(), now)
         if not path.is_dir():
             return newest
         with os.scandir(path) as entries:
             for entry in entries:
-                below = newest_mtime(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else _mtime(entry)
+                is_directory = entry.is_dir(follow_symlinks=False)
+                below = newest_mtime(Path(entry.path), now) if is_directory else _mtime(entry, now)
                 newest = max(newest, below or 0.0)
     except OSError:  # gone, or a link that leads nowhere
         return None
     return newest
 
 
-def _mtime(entry: os.DirEntry[str]) -> float | None:
+def _mtime(entry: os.DirEntry[str], now: float) -> float | None:
     try:
-        return entry.stat(follow_symlinks=False).st_mtime
+        return changed_at(entry.stat(follow_symlinks=False), now)
     except OSError:
         return None
 

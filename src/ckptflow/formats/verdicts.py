@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, IncompleteCheckpointError
+from ckptflow.filetimes import changed_at
 from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
 from ckptflow.formats.torch_tensors import refuse_placeholders
 
@@ -23,10 +24,10 @@ def refused(error: CheckpointError, path: Path) -> Completeness:
 
 def newest_mtime(path: Path) -> float:
     """Newest modification time (seconds) of a file, or of a directory and the files in it; 0 where all is gone."""
-    newest = 0.0
+    newest, now = 0.0, time.time()
     try:
         for entry in (path, *(path.iterdir() if path.is_dir() else ())):
-            newest = max(newest, entry.stat().st_mtime)
+            newest = max(newest, changed_at(entry.stat(), now))
     except OSError:
         return newest
     return newest

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ckptflow.filetimes import changed_at
 from ckptflow.formats.base import Completeness
 from ckptflow.formats.files import list_names
 from ckptflow.formats.verdicts import YOUNG_SECONDS
@@ -66,6 +67,7 @@ def unless_growing(verdict: Completeness, path: Path) -> Completeness:
 
 def _is_young(path: Path) -> bool:
     try:
-        return time.time() - path.stat().st_mtime < YOUNG_SECONDS
+        now = time.time()
+        return now - changed_at(path.stat(), now) < YOUNG_SECONDS
     except OSError:
         return False
