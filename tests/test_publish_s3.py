@@ -91,6 +91,28 @@ def test_what_will_not_heal_is_tried_once(bucket: Bucket, tmp_path: Path, status
     assert bucket.read_all() == {}
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Access Denied because object protected by object lock.",
+        "Object is WORM protected and cannot be overwritten",
+        "",
+    ],
+)
+def test_a_bucket_that_keeps_its_objects_is_told_from_a_key_without_rights(
+    bucket: Bucket, tmp_path: Path, message: str
+) -> None:
+    upload(write_model(tmp_path / "out"), bucket.uri, settings=FAST)
+    before = bucket.read_all()
+    refusal = Answer(status=403, code="AccessDenied", message=message)
+    bucket.proxy.interfere = lambda request: refusal if request.method == "DELETE" else None
+    with pytest.raises(PermanentPublishError) as caught:
+        upload(write_model(tmp_path / "other", seed=1), bucket.uri, settings=FAST, overwrite=True)
+    assert ("(object lock)" in str(caught.value)) == (message != "")
+    assert ("give this key the rights" in str(caught.value)) == (message == "")
+    assert bucket.read_all() == before
+
+
 HEALING = [
     Answer(status=503, code="SlowDown"),
     Answer(status=429, code="TooManyRequests", headers={"Retry-After": "0.2"}),

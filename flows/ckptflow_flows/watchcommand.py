@@ -32,6 +32,7 @@ def watch_command(args: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     # Prefect brings its own handlers in a flow's process; here are none but ours.
     logging.getLogger("ckptflow_flows").setLevel(logging.INFO)
+    logging.getLogger("ckptflow_flows.starting").setLevel(logging.WARNING)  # what it says is printed
     logging.getLogger("httpx").setLevel(logging.WARNING)
     starter = Starter(
         making=making,

@@ -60,6 +60,7 @@ class Lab:
             "PREFECT_SERVER_API_PORT": str(self.port),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "3600",
             "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from botocore import exceptions as botocore_errors
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -15,6 +17,8 @@ _RIGHTS = (
     "s3:ListBucket, GetObject, PutObject, DeleteObject, AbortMultipartUpload, "
     "ListMultipartUploadParts and ListBucketMultipartUploads"
 )
+
+_LOCKED = "choose another destination: this bucket keeps its objects from being replaced (object lock)"
 
 #: Error codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 _CURES = {
@@ -35,6 +39,8 @@ _CURES = {
     "QuotaExceeded": "free space or raise the quota",
     "InsufficientStorage": "free space or raise the quota",
     "XMinioStorageFull": "free space on the server",
+    "KeyTooLongError": "shorten the prefix in the destination: a key has at most 1024 bytes",
+    "ObjectLocked": _LOCKED,
     "EntityTooLarge": "convert again with a smaller --max-shard-size",
     "NotImplemented": _CHECKSUM_FIX,
     "MissingContentMD5": _CHECKSUM_FIX,
@@ -43,6 +49,8 @@ _CURES = {
     "401": "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the AWS profile",
     "404": "check the bucket and the endpoint",
 }
+# Of AWS, and of MinIO.
+_OBJECT_LOCK = re.compile(r"object lock|WORM", re.IGNORECASE)
 _MAY_HEAL = frozenset(
     {
         "BadDigest",  # the bytes were damaged on the way
@@ -107,6 +115,8 @@ def _judge_answer(error: ClientError) -> Verdict:
     code, status = error_code(error), _status(error)
     message = str(error.response.get("Error", {}).get("Message", ""))
     found = f"{code} (HTTP {status}) {message}".rstrip()
+    if code == "AccessDenied" and _OBJECT_LOCK.search(message):
+        return Verdict(may_heal=False, found=found, fix=_LOCKED)
     if code in _CURES:
         return Verdict(may_heal=False, found=found, fix=_CURES[code])
     may_heal = code in _MAY_HEAL or status in _STATUS_MAY_HEAL
