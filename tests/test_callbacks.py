@@ -26,7 +26,8 @@ from ckptflow.callbacks import events, numbers, sending
 from ckptflow.demo.prefect_server import RunningPrefectServer, free_loopback_port
 from ckptflow.discover import judge
 from ckptflow.formats.registry import locate
-from ckptflow.watching import ReadyCheckpoint, bytes_below
+from ckptflow.signatures import bytes_below
+from ckptflow.watching import ReadyCheckpoint
 from mxnet_writer import array_list, dense
 from servers.proxy import Request, running_proxy
 

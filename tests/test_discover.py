@@ -17,6 +17,7 @@ from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
 from ckptflow.formats.registry import global_step_of, locate
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.targets import open_target
+from ckptflow.watching import Watcher
 from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 
@@ -162,6 +163,23 @@ def test_a_run_is_published_under_its_own_name_whatever_that_is(tmp_path: Path, 
     assert target.put_bytes("config.json", b"{}")
     target.close()
     assert (models / name / "step-10" / "config.json").read_bytes() == b"{}"
+
+
+def test_a_link_to_a_run_elsewhere_is_told_and_those_of_trainers_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch = hf_step(tmp_path / "scratch" / "far" / "checkpoint-10").parent
+    near = hf_step(tmp_path / "runs" / "near" / "checkpoint-20").parent
+    (near / "latest").symlink_to("checkpoint-20")
+    (near / "nowhere").symlink_to("checkpoint-30")
+    (near / "base").symlink_to(tmp_path / "scratch")  # no step of its own
+    (tmp_path / "runs" / "far").symlink_to(scratch)
+    assert list(states(tmp_path / "runs")) == [20]
+    Watcher([tmp_path / "runs"], settle_seconds=0).look_everywhere()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/runs/far: a link to {scratch}, which is not looked at: name that as a root too"
+    ]
+    assert list(states(tmp_path / "runs" / "far")) == [10]
 
 
 def test_times_from_the_future_say_nothing_and_when_the_files_came_here_does(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from pydantic import Field
 from ckptflow.destinations import run_name
 from ckptflow.discover import SETTLE_SECONDS, by_step, discover
 from ckptflow.errors import UsageError
-from ckptflow.watching import ReadyCheckpoint, bytes_below
+from ckptflow.signatures import bytes_below
+from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.decisions import Making, Patience
 from ckptflow_flows.serverruns import DEPLOYMENT, ServerRuns
 from ckptflow_flows.settings import Destinations, Machine, Recipe, Validation, destinations_of

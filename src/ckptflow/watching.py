@@ -8,19 +8,18 @@ destination what is done.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptflow.changes import Changes
 from ckptflow.discover import FoundCheckpoint, by_step, judge
 from ckptflow.formats.base import Location
-from ckptflow.formats.registry import MAX_DEPTH, STEP_NAME, UNFINISHED_NAME, find_at, find_unnamed, natural_key
+from ckptflow.formats.registry import MAX_DEPTH, STEP_NAME, UNFINISHED_NAME, find_at, find_unnamed
+from ckptflow.signatures import Directory, Signature, read_tree, signature_of
 
 # inotify tells of each write, so that a short silence means something. On a network file system sizes and times are
 # seen late, by up to the minute that clients cache attributes.
@@ -29,17 +28,6 @@ POLL_SECONDS, RESCAN_SECONDS = 10.0, 60.0
 TICK_SECONDS = 0.25
 # A look at everything takes at most this share of the time, however many directories there are.
 SCAN_SHARE = 0.1
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """What changes when a file below a directory does: newest time in ns, bytes of all files, number of entries."""
-
-    newest_mtime_ns: int
-    nbytes: int
-    entries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +41,6 @@ class ReadyCheckpoint:
     def location(self) -> Location:
         """Where it is."""
         return self.found.location
-
-
-@dataclass(slots=True, kw_only=True)
-class _Directory:
-    path: str
-    signature: Signature
-    children: list[_Directory] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,10 +129,10 @@ class Watcher:
             return []
 
     def _survey(self, directory: Path, depth: int, seen: dict[str, Signature]) -> list[Location]:
-        tree = _read_tree(str(directory), seen)
+        tree = read_tree(str(directory), seen)
         return [] if tree is None else list(self._find(tree, depth))
 
-    def _find(self, directory: _Directory, depth: int) -> tuple[Location, ...]:
+    def _find(self, directory: Directory, depth: int) -> tuple[Location, ...]:
         """As ``registry.find_below``, but for what has changed only."""
         known = self._found.get(directory.path)
         if known is not None and known[0] == directory.signature:
@@ -166,7 +147,7 @@ class Watcher:
         now = self._clock()
         ready = {}
         for location in locations:
-            signature = seen.get(str(location.path)) or _signature(location.path)
+            signature = seen.get(str(location.path)) or signature_of(location.path)
             found = None if signature is None else self._judge(location, signature, now)
             if found is not None and signature is not None:
                 ready[location.path] = ReadyCheckpoint(found=found, nbytes=signature.nbytes)
@@ -192,63 +173,6 @@ class Watcher:
             settled = min(found.newest_mtime, known.since) + self._settle
             self._due[location.path] = settled if settled > now else now + max(self._settle, 1.0)
         return None
-
-
-def _read_tree(path: str, seen: dict[str, Signature]) -> _Directory | None:
-    """All directories at and below ``path`` with their signatures; None where it is gone, or no directory.
-
-    What is below names in the making, and below links, is left out; so is, as if it were gone, what can't be read:
-    a directory of somebody else, or one on a file server that is away for a moment.
-    """
-    children: list[_Directory] = []
-    nbytes = entries = 0
-    try:
-        newest = os.stat(path).st_mtime_ns
-        with os.scandir(path) as listing:
-            for entry in listing:
-                if entry.is_dir(follow_symlinks=False):
-                    if not UNFINISHED_NAME.search(entry.name) and (child := _read_tree(entry.path, seen)) is not None:
-                        children.append(child)
-                    continue
-                try:
-                    found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                newest = max(newest, found.st_mtime_ns)
-                nbytes += found.st_size
-                entries += 1
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        _tell_unreadable(path, error.strerror)
-        return None
-    children.sort(key=lambda child: natural_key(os.path.basename(child.path)))
-    below = [child.signature for child in children]
-    signature = Signature(
-        newest_mtime_ns=max([newest, *(s.newest_mtime_ns for s in below)]),
-        nbytes=nbytes + sum(s.nbytes for s in below),
-        entries=entries + sum(s.entries + 1 for s in below),
-    )
-    seen[path] = signature
-    return _Directory(path=path, signature=signature, children=children)
-
-
-@lru_cache(maxsize=1024)
-def _tell_unreadable(path: str, reason: str) -> None:
-    """Once, not at each look."""
-    _log.warning("%s: not looked at: %s", path, reason)
-
-
-def _signature(path: Path) -> Signature | None:
-    """Of a checkpoint that is one file, or of a directory that was not read yet."""
-    tree = _read_tree(str(path), {})
-    if tree is not None:
-        return tree.signature
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return Signature(newest_mtime_ns=found.st_mtime_ns, nbytes=found.st_size, entries=1)
 
 
 def watch(
@@ -290,9 +214,3 @@ def watch(
         ended = time.monotonic()
         next_scan = ended + max(poll_seconds if changes.is_polling else rescan_seconds, (ended - started) / SCAN_SHARE)
         yield ready
-
-
-def bytes_below(path: Path) -> int:
-    """Bytes of a checkpoint's files; 0 where it is gone."""
-    signature = _signature(path)
-    return 0 if signature is None else signature.nbytes

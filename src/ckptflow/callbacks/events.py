@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID, uuid5
 
 from ckptflow.discover import FoundCheckpoint
-from ckptflow.watching import bytes_below
+from ckptflow.signatures import bytes_below
 
 READY_EVENT = "ckptflow.checkpoint.ready"
 TIMEOUT_SECONDS = 5.0

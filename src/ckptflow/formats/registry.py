@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from ckptflow.collector import without_gc
@@ -96,7 +97,12 @@ def _find_inside(directory: Path, depth: int) -> Iterator[Location]:
         return
     try:
         with os.scandir(directory) as entries:
-            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not UNFINISHED_NAME.search(e.name)]
+            names = []
+            for entry in entries:
+                if entry.is_symlink():
+                    tell_link(entry.path)
+                elif entry.is_dir() and not UNFINISHED_NAME.search(entry.name):
+                    names.append(entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in sorted(names, key=natural_key):
@@ -106,6 +112,22 @@ def _find_inside(directory: Path, depth: int) -> Iterator[Location]:
             _log.warning("%s: not looked at: %s", directory / name, error.strerror)
             continue
         yield from found
+
+
+@lru_cache(maxsize=1024)
+def tell_link(path: str) -> None:
+    """Say, once, that what a link leads to is not looked at, where that is a run elsewhere.
+
+    Links of trainers, such as ``latest``, lead to a step beside them, and those to datasets and base models to no step.
+    """
+    try:
+        target, parent = os.path.realpath(path, strict=True), os.path.realpath(os.path.dirname(path))
+        is_elsewhere = not Path(target).is_relative_to(parent)
+        holds_steps = is_elsewhere and any(STEP_NAME.search(name) for name in os.listdir(target))
+    except OSError:
+        return  # it leads nowhere, to a file, or where we may not look
+    if holds_steps:
+        _log.warning("%s: a link to %s, which is not looked at: name that as a root too", path, target)
 
 
 def find_unnamed(path: Path) -> list[Location]:
