@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,8 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import TINY, WORLD_SIZE, write_fsdp_step
+from ckptflow.destinations import work_lock, work_path
+from ckptflow.formats.registry import locate
+from ckptflow.locks import exclusive
 from flowcases import everything_about, first_nan, parameters
-from flowruns import FlowLab
+from flowruns import FlowLab, finish
 from rank_writer import rank_name
 from servers.proxy import Answer, Request, running_proxy
 from servers.seaweed import S3Server
@@ -58,6 +62,23 @@ def test_a_bad_checkpoint_is_refused_with_the_reason_and_leaves_nothing(lab: Flo
         (run,) = lab.runs(f"post-training {name} step-10")
         assert run["state"]["message"] == reason
         assert {task["run_count"] for task in lab.task_runs(run)} == {1}, "nothing of it was tried again"
+
+
+def test_a_checkpoint_that_training_deletes_meanwhile_is_not_called_bad(lab: FlowLab, tmp_path: Path) -> None:
+    path = write_fsdp_step(tmp_path / "rotated")
+    lock = work_lock(work_path(locate(path)))
+    with exclusive(lock):
+        process = lab.start(path, (tmp_path / "models").as_uri(), "--no-forward")
+        while not any(run["state_type"] == "RUNNING" for run in lab.runs("post-training rotated step-10")):
+            assert process.poll() is None
+            time.sleep(0.2)
+        shutil.rmtree(path)
+    finished = finish(process)
+    (outcome,) = finished.outcomes
+    assert (finished.status, outcome["state"]) == (1, "refused")
+    assert "the checkpoint is not there any more" in outcome["detail"]
+    assert "let training keep its steps for longer" in outcome["detail"]
+    assert not lock.exists()
 
 
 def test_a_file_with_nan_stops_the_files_beside_it(lab: FlowLab, tmp_path: Path) -> None:

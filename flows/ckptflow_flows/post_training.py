@@ -19,6 +19,7 @@ from ckptflow.errors import (
     CheckpointError,
     CkptflowError,
     DestinationTakenError,
+    NotACheckpointError,
     UsageError,
     ValueRefusedError,
     VerificationError,
@@ -83,8 +84,9 @@ def post_training(checkpoint: PostTraining) -> Any:
     except CkptflowError as error:
         # A file that could not be read, as often as it was tried, says nothing against the checkpoint.
         if isinstance(error, REFUSALS) and not heals(error):
-            logger.error("refused: %s", error)
-            return refused(error)
+            reason = _deleted(checkpoint.path, error) if _is_gone(checkpoint.path) else error
+            logger.error("refused: %s", reason)
+            return refused(reason)
         logger.error("failed: %s", error)
         return Failed(message=_in_one_line(error), data=error)
     logger.log(logging.INFO if state.is_completed() else logging.ERROR, "%s", state.message)
@@ -94,6 +96,26 @@ def post_training(checkpoint: PostTraining) -> Any:
 def refused(error: Exception) -> State[Any]:
     """A failed state that says: the checkpoint is bad, or its place is taken; the machine is not at fault."""
     return Failed(name="Refused", message=_in_one_line(error), data=error)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file server that hiccups
+        return False
+    return False
+
+
+def _deleted(path: Path, error: CkptflowError) -> CkptflowError:
+    """What to say of a checkpoint that training rotated away while its run waited or worked."""
+    return NotACheckpointError(
+        "the checkpoint is not there any more, or never was",
+        file=path,
+        found=error.what,
+        fix="let training keep its steps for longer, or have more workers; if it never was there, correct the path",
+    )
 
 
 def _in_one_line(error: Exception) -> str:
