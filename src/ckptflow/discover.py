@@ -81,10 +81,9 @@ def judge(location: Location, settle_seconds: float, now: float) -> FoundCheckpo
         return None
     verdict = check(location)
     if verdict.state == "complete" and settle_seconds > 0 and now - newest < settle_seconds:
-        changed = f"changed {now - newest:.0f} s ago"
+        reason = f"complete, but changed {now - newest:.0f} s ago; settle time is {settle_seconds:.0f} s"
         if newest > now:
-            changed = f"its files are {newest - now:.0f} s ahead of this machine's clock: set the clocks"
-        reason = f"complete, but {changed}; settle time is {settle_seconds:.0f} s"
+            reason = f"complete, but {newest - now:.0f} s ahead of this machine's clock: set the clocks"
         verdict = Completeness(state="in-progress", reason=reason)
     return FoundCheckpoint(location=location, state=verdict.state, reason=verdict.reason, newest_mtime=newest)
 
