@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
 from ckptflow.locks import is_free
 from ckptflow.publish.model import LocalFile, LocalModel
-from ckptflow.publish.mounts import FSTAB, unmounted_above
+from ckptflow.publish.mounts import check_mounted
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.source import check_sha256, open_source
 from ckptflow.publish.targets import Progress
@@ -51,14 +51,7 @@ class LocalTarget:
         self._settings = settings
         self._root = _directory_of(uri)
         self._proofs: dict[tuple[str, str | None], str] = {}
-        unmounted = unmounted_above(self._root.resolve(), FSTAB)
-        if unmounted is not None:
-            raise TransientPublishError(
-                "the file system of the destination is not mounted",
-                file=self._root,
-                expected=f"{unmounted} mounted, as {FSTAB} says",
-                fix=f"mount {unmounted}, or take it out of {FSTAB}",
-            )
+        check_mounted(self._root.resolve())
         with self._store_errors(self._root):
             self._sweep()
 

@@ -8,21 +8,36 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ckptflow.errors import TransientPublishError
+
 #: Fields: device, mount point, type, options (fstab(5)); spaces in them are octal.
 FSTAB = Path("/etc/fstab")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-def unmounted_above(path: Path, fstab: Path) -> Path | None:
-    """The mount point at or above ``path`` that the machine's table names and where nothing is mounted; else None.
+def check_mounted(path: Path) -> None:
+    """Refuse a path at or below a mount point of the machine's table where nothing is mounted.
 
-    None too where there is no table, as in containers, or where another program mounts.
+    Nothing is refused where there is no table, as in containers, or where another program mounts.
+
+    Raises:
+        TransientPublishError: the file system is not mounted.
     """
+    unmounted = next((point for point in _mount_points() if path.is_relative_to(point) and not point.is_mount()), None)
+    if unmounted is not None:
+        raise TransientPublishError(
+            "the file system of the destination is not mounted",
+            file=path,
+            expected=f"{unmounted} mounted, as {FSTAB} says",
+            fix=f"mount {unmounted}, or take it out of {FSTAB}",
+        )
+
+
+def _mount_points() -> list[Path]:
     try:
-        lines = fstab.read_text(errors="replace").splitlines()
+        lines = FSTAB.read_text(errors="replace").splitlines()
     except OSError:
-        return None
-    fields = [line.split() for line in lines if not line.lstrip().startswith("#")]
-    points = [Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), row[1])) for row in fields if len(row) >= 3]
-    above = [point for point in points if point.is_absolute() and path.is_relative_to(point)]
-    return next((point for point in above if not point.is_mount()), None)
+        return []
+    rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    points = [Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), row[1])) for row in rows if len(row) >= 3]
+    return [point for point in points if point.is_absolute()]  # swap has none
