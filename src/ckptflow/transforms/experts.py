@@ -1,8 +1,8 @@
 """From experts stacked in one tensor, as transformers 5 has them in memory, to one tensor each, as it saves them.
 
 In memory ``mlp.experts.gate_up_proj`` is [experts, 2 · intermediate, hidden], gate above up (without gates, ``up_proj``
-is [experts, intermediate, hidden]), and ``down_proj`` is [experts, hidden, intermediate]. In files, in transformers 4
-and in vLLM each expert has names and weights of its own; Granite's stay stacked under other names.
+is [experts, intermediate, hidden]), and ``down_proj`` is [experts, hidden, intermediate]. In files, and in
+transformers 4, each expert has names and weights of its own; Granite's stay stacked under other names.
 Trainers that save the state dict themselves leave what is in memory.
 
 Source: conversion_mapping.py of transformers 5.24, read backwards.
