@@ -25,6 +25,7 @@ from ckptflow.seeding.recipes import parse_init_std, std_of
 from ckptflow.seeding.request import SeedRequest
 from ckptflow.seeding.seed import seed_model
 from ckptflow.validate.verify import verify
+from validation import check_named
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -145,7 +146,7 @@ def test_verification_finds_nothing_wrong_and_the_model_runs(tmp_path: Path) -> 
     seed(write_config("deepseek_v3", tmp_path / "config"), tmp_path / "out")
     report = verify(tmp_path / "out", forward=True)
     assert {check.name: check.detail for check in report.checks if check.status == "failed"} == {}
-    assert next(check for check in report.checks if check.name == "forward pass").status == "passed"
+    assert check_named(report, "forward pass").status == "passed"
 
 
 def test_the_bias_of_a_router_stays_in_fp32_and_says_why(tmp_path: Path) -> None:

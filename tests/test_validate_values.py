@@ -24,7 +24,7 @@ from ckptflow.validate.reread.base import boxes, by_plain_name
 from ckptflow.validate.reread.pieces import read_box
 from ckptflow.validate.values import Comparison, compare_folded, compare_tensor
 from ckptflow.validate.verify import VerifyOptions, verify
-from validation import llama_weights, write_model, write_record
+from validation import check_named, llama_weights, write_model, write_record
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -48,7 +48,7 @@ def out(source: Path, tmp_path: Path) -> Path:
 
 
 def values(report: ValidationReport) -> Check:
-    return next(check for check in report.checks if check.name == "values")
+    return check_named(report, "values")
 
 
 def rewrite(out: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -1,1 +1,1 @@
-"""Second readers of the source: none of them shares code with the readers and the engine that made the output."""
+"""Second readers of the source: none shares more than tables of names with what made the output."""
