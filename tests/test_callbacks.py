@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from ckptflow.formats.registry import locate
 from ckptflow.signatures import bytes_below
 from ckptflow.watching import ReadyCheckpoint
 from mxnet_writer import array_list, dense
+from serverapi import ask_for_events
 from servers.proxy import Request, running_proxy
 
 # Of Lightning's own: deprecations in torch, and advice.
@@ -54,15 +53,9 @@ def silent_port() -> Iterator[int]:
 
 def ready_events(server: RunningPrefectServer, below: Path, count: int) -> list[dict[str, Any]]:
     """Events about checkpoints below a directory, by step, once there are ``count``; the server stores them late."""
-    query = {"filter": {"event": {"name": [events.READY_EVENT]}, "occurred": {"since": "2000-01-01T00:00:00Z"}}}
     deadline = time.monotonic() + 60
     while True:
-        body = json.dumps({**query, "limit": 50}).encode()
-        request = urllib.request.Request(
-            f"{server.api_url}/events/filter", data=body, headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as response:
-            found = json.load(response)["events"]
+        found = ask_for_events(server.api_url, events.READY_EVENT)
         mine = [event for event in found if event["payload"]["path"].startswith(f"{below}/")]
         if len(mine) >= count or time.monotonic() > deadline:
             return sorted(mine, key=lambda event: str(event["payload"]["global_step"]).zfill(9))

@@ -26,6 +26,7 @@ from ckptflow.locks import exclusive
 from flowcases import everything_about, first_nan, parameters
 from flowruns import FlowLab, finish
 from rank_writer import rank_name
+from serverapi import delete_from_server
 from servers.proxy import Answer, Request, running_proxy
 from servers.seaweed import S3Server
 
@@ -253,14 +254,7 @@ def one_gpu(lab: FlowLab) -> Iterator[None]:
         yield
     finally:
         limit = lab.ask("v2/concurrency_limits/filter", {})
-        lab_delete(lab, limit[0]["id"])
-
-
-def lab_delete(lab: FlowLab, identifier: str) -> None:
-    import urllib.request
-
-    url = f"{lab.server.api_url}/v2/concurrency_limits/{identifier}"
-    urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=30).close()
+        delete_from_server(lab.server.api_url, f"v2/concurrency_limits/{limit[0]['id']}")
 
 
 def test_a_machine_that_is_at_fault_is_told_in_words(lab: FlowLab, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +22,7 @@ from safetensors.numpy import save_file
 
 import documentation
 from checkpoints import write_fsdp_step
+from serverapi import delete_from_server
 from servers.loopback import serving
 from trainer_steps import make_old
 from watchlab import Lab, kill, kill_alone, kill_flows, moment, running_lab, step_of, wait_until
@@ -312,8 +312,7 @@ def test_the_files_for_other_sites_deploy_as_the_page_on_operations_shows(lab: L
     lab.stop_workers()  # which would make their pool again
     for words in others:
         for pool in lab.ask("work_pools/filter", {}):  # the pools of one kind of site are not those of another
-            delete = urllib.request.Request(f"{lab.api_url}/work_pools/{pool['name']}", method="DELETE")
-            urllib.request.urlopen(delete, timeout=30).close()
+            delete_from_server(lab.api_url, f"work_pools/{pool['name']}")
         said = lab.run("ckptflow.cli", *words[1:], CKPTFLOW_IMAGE="ckptflow:test", CKPTFLOW_NAMESPACE="training")
         assert "deployment post-training" in said
         kinds = {pool["name"]: pool["type"] for pool in lab.ask("work_pools/filter", {})}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,7 +18,7 @@ from typing import Any
 
 from ckptflow.demo.prefect_server import free_loopback_port
 from ckptflow.formats.registry import global_step_of
-from serverapi import ask_server
+from serverapi import ask_for_events, ask_server
 from servers.prefect_database import put_migrated_database
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,14 +136,7 @@ class Lab:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of that name."""
-        query = {"filter": {"event": {"name": [name]}, "occurred": {"since": "2000-01-01T00:00:00Z"}}, "limit": 50}
-        page = self.ask("events/filter", query)
-        found = list(page["events"])
-        while page.get("next_page"):
-            with urllib.request.urlopen(page["next_page"], timeout=30) as response:
-                page = json.load(response)
-            found += page["events"]
-        return found
+        return ask_for_events(self.api_url, name)
 
     def ready_events(self, run_name: str) -> list[str]:
         """Paths that ``ckptflow.checkpoint.ready`` named, for one training run."""
