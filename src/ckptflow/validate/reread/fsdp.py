@@ -195,7 +195,7 @@ def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> L
     if isinstance(place, Region):
         ranges = zip(place.offsets, place.sizes, strict=True)
         return LocalShard(path, local, tuple(torch.arange(offset, offset + size) for offset, size in ranges))
-    indices = list(_all_indices(place.shape))
+    cuts: list[tuple[tuple[int, int], ...]] = [()] * len(place.shape)
     # Left to right, but a strided shard was cut after those on its right: the larger its factor, the later.
     done = [1] * len(place.shape)
     for factor, mesh_dim, dim in sorted(place.splits):
@@ -203,10 +203,9 @@ def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> L
             raise UnsupportedCheckpointError(
                 "a strided shard does not fit its mesh", file=path, tensor=fqn, expected=done[dim], found=factor
             )
-        chunks = torch.chunk(indices[dim], place.mesh[mesh_dim])
-        at = place.coordinate[mesh_dim]
-        indices[dim] = chunks[at] if at < len(chunks) else indices[dim][:0]
+        cuts[dim] = (*cuts[dim], (place.mesh[mesh_dim], place.coordinate[mesh_dim]))
         done[dim] *= place.mesh[mesh_dim]
+    indices = tuple(map(_cut_index, place.shape, cuts))
     wanted = tuple(len(index) for index in indices)
     if prod(wanted) != local.numel() or (local.numel() and tuple(local.shape) != wanted):
         raise InconsistentCheckpointError(
@@ -216,7 +215,24 @@ def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> L
             expected=list(wanted),
             found=list(local.shape),
         )
-    return LocalShard(path, local, tuple(indices))
+    return LocalShard(path, local, indices)
+
+
+def _cut_index(size: int, cuts: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Indices of a dim that are left after ``cuts``: number of chunks and the one to take, from left to right."""
+    if not cuts:
+        return _counted(size)
+    *before, (number, at) = cuts
+    chunks = _chunks(size, tuple(before), number)
+    return chunks[at] if at < len(chunks) else chunks[0][:0]
+
+
+@lru_cache(maxsize=64)
+def _chunks(size: int, cuts: tuple[tuple[int, int], ...], number: int) -> tuple[torch.Tensor, ...]:
+    """All chunks of a dim, for all ranks: each has one of them."""
+    import torch
+
+    return torch.chunk(_cut_index(size, cuts), number)
 
 
 def _split(fqn: str, path: Path, mesh_dim: int, placement: Inert) -> tuple[int, int, int] | None:
