@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, UnsupportedCheckpointError
-from deepspeed_parallel_writer import INFO, LAYERS, MODEL, cut, write_pipeline, write_tensor_parallel, write_universal
+from deepspeed_parallel_writer import (
+    DENSE,
+    INFO,
+    LAYERS,
+    MODEL,
+    cut,
+    expert_weights,
+    write_expert_files,
+    write_experts,
+    write_pipeline,
+    write_tensor_parallel,
+    write_universal,
+)
 from deepspeed_reading import assert_holds, differing, read
-from deepspeed_writer import model_states, optim_states, parameters, write_zero2
+from deepspeed_writer import model_states, parameters, write_zero2
 
 
 @pytest.mark.parametrize("dp", [1, 3])
@@ -90,76 +100,27 @@ def test_half_of_a_tensor_parallel_model_is_incomplete(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def expert_names(experts: range) -> dict[str, tuple[int, ...]]:
-    base = "layers.0.moe.deepspeed_moe.experts.deepspeed_experts"
-    return {f"{base}.{e}.{name}": shape for e in experts for name, shape in (("w", (3, 5)), ("b", (3,)))}
-
-
-DENSE = {"embed.weight": (5, 3), "layers.0.moe.deepspeed_moe.gate.wg.weight": (4, 3)}
-
-
-def write_experts(folder: Path, values: Mapping[str, Tensor], experts: range) -> None:
-    for expert in experts:
-        mine = {name: tensor for name, tensor in values.items() if f".deepspeed_experts.{expert}." in name}
-        torch.save(mine, folder / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
-
-
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_are_joined_under_their_global_numbers(tmp_path: Path, ep: int) -> None:
-    dense, experts = parameters(DENSE), parameters(expert_names(range(4)), seed=1)
-    world, local = 4, 4 // ep
-    folder = tmp_path / "t"
-    names = list(expert_names(range(local)))
-
-    def group_of(rank: int) -> dict[str, Tensor]:
-        first = (rank % ep) * local
-        mine = list(expert_names(range(first, first + local)))
-        return {name: experts[theirs] for name, theirs in zip(names, mine, strict=True)}
-
-    model_states(
-        folder / "mp_rank_00_model_states.pt", dense, [dense, group_of(0)], world=world, stage=1, num_experts=[4]
-    )
-    for rank in range(world):
-        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        optim_states(path, rank, [dense, group_of(rank)], world=world, stage=1, counts=[world, world // ep])
-    write_experts(folder, experts, range(4))
-    (tmp_path / "latest").write_text("t")
+    values = write_experts(tmp_path, {0: 4}, world=4, ep=ep)
     manifest = read(tmp_path)
-    assert_holds(manifest, {**dense, **experts})
+    assert_holds(manifest, values)
     assert differing(manifest) == []
-    assert len(manifest.equal) == len(dense) + len(experts)
-    (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
+    assert len(manifest.equal) == len(values)
+    (tmp_path / "t" / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="expert"):
         read(tmp_path)
 
 
 def test_layers_of_fewer_experts_count_their_own(tmp_path: Path) -> None:
-    """Two expert groups; layer 0 has four experts, layer 1 two."""
-    name = "layers.{}.deepspeed_moe.experts.deepspeed_experts.{}.w"
-    experts = parameters({name.format(layer, e): (3, 5) for layer, n in ((0, 4), (1, 2)) for e in range(n)}, seed=1)
-    folder = tmp_path / "t"
-    files = {(layer, e): experts[name.format(layer, e)] for layer, n in ((0, 4), (1, 2)) for e in range(n)}
-
-    def group_of(rank: int) -> dict[str, Tensor]:
-        held = {0: (2 * rank, 2 * rank + 1), 1: (rank,)}
-        return {name.format(layer, i): files[layer, e] for layer, mine in held.items() for i, e in enumerate(mine)}
-
-    dense, groups = parameters(DENSE), [parameters(DENSE), group_of(0)]
-    model_states(folder / "mp_rank_00_model_states.pt", dense, groups, world=2, stage=1, num_experts=[4, 2])
-    for rank in range(2):
-        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        optim_states(path, rank, [dense, group_of(rank)], world=2, stage=1, counts=[2, 1])
-    for (layer, e), tensor in files.items():
-        path = folder / f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt"
-        torch.save({name.format(layer, e): tensor}, path)
-    (tmp_path / "latest").write_text("t")
+    values = write_experts(tmp_path, {0: 4, 1: 2}, world=2, ep=2)
     manifest = read(tmp_path)
-    assert_holds(manifest, {**dense, **experts})
+    assert_holds(manifest, values)
     assert differing(manifest) == []
 
 
 def test_experts_without_zero_are_read_in_the_compute_dtype(tmp_path: Path) -> None:
-    dense, experts = parameters(DENSE), parameters(expert_names(range(4)), seed=1)
+    dense, experts = parameters(DENSE), expert_weights({0: 4})
     copies = {n: t.bfloat16() for n, t in {**dense, **experts}.items()}
     folder = tmp_path / "t"
     model_states(
@@ -171,7 +132,7 @@ def test_experts_without_zero_are_read_in_the_compute_dtype(tmp_path: Path) -> N
         num_experts=[4],
         optimizer={"fp32_groups": [list(dense.values()), list(experts.values())]},
     )
-    write_experts(folder, copies, range(4))
+    write_expert_files(folder, copies, {0: 4})
     (tmp_path / "latest").write_text("t")
     manifest = read(tmp_path)
     assert_holds(manifest, copies)

@@ -1,4 +1,4 @@
-"""Writes DeepSpeed's folders of two tensor-parallel ranks and of pipelines, and its universal checkpoints."""
+"""Writes DeepSpeed's folders of two tensor-parallel ranks, experts and pipelines, and its universal checkpoints."""
 
 from __future__ import annotations
 
@@ -45,6 +45,62 @@ def write_tensor_parallel(save: Path, values: Mapping[str, Tensor], dp: int, inf
         model = {"mp_world_size": 2} | ({} if info is None else {"universal_checkpoint_info": info})
         write_zero2(save, [mine], dp, mp=rank, model=model)
     return save / "global_step7"
+
+
+DENSE = {"embed.weight": (5, 3), "layers.0.moe.deepspeed_moe.gate.wg.weight": (4, 3)}
+
+
+def expert_name(layer: int, expert: int, name: str) -> str:
+    """The FQN of a tensor of one expert."""
+    return f"layers.{layer}.moe.deepspeed_moe.experts.deepspeed_experts.{expert}.{name}"
+
+
+def expert_weights(experts: Mapping[int, int]) -> dict[str, Tensor]:
+    """Two tensors for each expert; ``experts``: how many each layer has."""
+    shapes = {"w": (3, 5), "b": (3,)}
+    return parameters(
+        {
+            expert_name(n, e, name): shape
+            for n, count in experts.items()
+            for e in range(count)
+            for name, shape in shapes.items()
+        },
+        seed=1,
+    )
+
+
+def write_expert_files(folder: Path, values: Mapping[str, Tensor], experts: Mapping[int, int]) -> None:
+    """A file for each expert."""
+    for layer, expert in ((layer, e) for layer, count in experts.items() for e in range(count)):
+        mine = {name: t for name, t in values.items() if name.startswith(expert_name(layer, expert, ""))}
+        torch.save(mine, folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+
+
+def write_experts(save: Path, experts: Mapping[int, int], *, world: int, ep: int) -> dict[str, Tensor]:
+    """ZeRO 1 of a mixture, whose experts ``ep`` groups of ranks share; gives what it holds.
+
+    ``experts``: how many each layer has, over all ranks.
+    """
+    dense, weights = parameters(DENSE), expert_weights(experts)
+
+    def held_by(rank: int) -> dict[str, Tensor]:
+        held = {}
+        for layer, count in experts.items():
+            local = count // ep
+            for i, name in ((i, name) for i in range(local) for name in ("w", "b")):
+                held[expert_name(layer, i, name)] = weights[expert_name(layer, rank % ep * local + i, name)]
+        return held
+
+    folder = save / "t"
+    counts = list(experts.values())
+    path = folder / "mp_rank_00_model_states.pt"
+    model_states(path, dense, [dense, held_by(0)], world=world, stage=1, num_experts=counts)
+    for rank in range(world):
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        optim_states(path, rank, [dense, held_by(rank)], world=world, stage=1, counts=[world, world // ep])
+    write_expert_files(folder, weights, experts)
+    (save / "latest").write_text("t")
+    return {**dense, **weights}
 
 
 LAYERS = {0: {"weight": (6, 4)}, 1: {"w": (4, 4), "b": (4,)}, 3: {"w": (4, 4), "b": (4,)}, 4: {"weight": (6, 4)}}

@@ -1,4 +1,4 @@
-"""Reads DeepSpeed folders, and holds what was read against torch's tensors bit for bit."""
+"""Reads DeepSpeed folders by both readers, and holds what was read against torch's tensors bit for bit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ckptflow.dtypes import numpy_dtype
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.deepspeed import DeepSpeedCheckpoint
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.validate.reread.base import Rereader, boxes
+from ckptflow.validate.reread.deepspeed import reread_deepspeed
 from reading import read_source
 
 FORMAT = DeepSpeedCheckpoint()
@@ -43,3 +45,20 @@ def differing(manifest: CheckpointManifest) -> list[str]:
         if first.astype(numpy_dtype(check.second.dtype)).tobytes() != second.tobytes():
             wrong.append(check.fqn)
     return wrong
+
+
+def open_states(folder: Path, config_dir: Path | None = None) -> Rereader:
+    """The second reader of a tag folder."""
+    return reread_deepspeed([*folder.glob("*states.pt"), *folder.glob("zero/*/fp32.pt")], config_dir)
+
+
+def assert_reads(reader: Rereader, expected: Mapping[str, Tensor]) -> None:
+    """Shapes, dtypes and values are the same, in small boxes and in boxes that are no whole rows."""
+    for name, wanted in expected.items():
+        assert reader.shape(name) == tuple(wanted.shape), name
+        inner = tuple(min(1, n - 1) for n in wanted.shape), tuple(max(1, n - 2) for n in wanted.shape)
+        for offsets, sizes in (*boxes(tuple(wanted.shape), 7), inner):
+            found = reader.read(name, offsets, sizes)
+            window = wanted[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+            assert found.dtype == wanted.dtype, name
+            assert torch.equal(found, window), name

@@ -13,11 +13,12 @@ from ckptflow.tensors import Shape
 from ckptflow.validate.reread import pieces
 from ckptflow.validate.reread.base import Rereader, UncoveredError
 from ckptflow.validate.reread.dcp import DcpRereader
-from ckptflow.validate.reread.deepspeed import DeepSpeedRereader
+from ckptflow.validate.reread.deepspeed import reread_deepspeed
 from ckptflow.validate.reread.experts import ExpertsRereader, name_in_stack
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
 from ckptflow.validate.reread.megatron import reread_ranks, reread_torch_dist
+from ckptflow.validate.reread.mxnet import MXNetRereader
 from ckptflow.validate.reread.torch_file import TorchFileRereader
 
 if TYPE_CHECKING:
@@ -78,9 +79,12 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             return HuggingFaceRereader(files), None
         if manifest.layout in ("lightning", "full-state-dict") and len(files) == 1:
             return TorchFileRereader(files[0]), None
+        if manifest.layout == "mxnet":
+            return MXNetRereader(files[0]), None
         if manifest.layout == "deepspeed":
             # The Trainer's 16-bit copy, which may be among the files, is no part of what is converted.
-            return DeepSpeedRereader([path for path in files if path.suffix != ".safetensors"]), None
+            states = [path for path in files if path.suffix != ".safetensors"]
+            return reread_deepspeed(states, manifest.config_dir), None
         if manifest.layout in ("dcp", "megatron-dist"):
             by_name = {
                 str(path.relative_to(manifest.path)): path for path in files if path.is_relative_to(manifest.path)

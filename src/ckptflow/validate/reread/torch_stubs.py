@@ -123,6 +123,21 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
     return _load(path, [(Inert, name) for name in DEEPSPEED])
 
 
+def load_universal_file(path: Path) -> torch.Tensor:
+    """The parameter of one file of a universal checkpoint: its ``param``, or all of it.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses the file, or it holds no tensor.
+    """
+    import torch
+
+    value = _load_any(path, [])
+    tensor = value.get("param") if isinstance(value, dict) else value
+    if not isinstance(tensor, torch.Tensor):
+        raise RuntimeError(f"{path.name} holds a {type(tensor).__name__}, not a tensor")
+    return tensor
+
+
 def load_with_stubs(path: Path) -> dict[str, Any]:
     """A torch file with whatever beside its tensors; all classes that torch does not allow are inert.
 
@@ -135,13 +150,17 @@ def load_with_stubs(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, allowed: list[Any]) -> dict[str, Any]:
-    import torch
-
-    with _only_safe_globals(allowed):
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    loaded = _load_any(path, allowed)
     if not isinstance(loaded, dict):
         raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
     return dict(loaded)
+
+
+def _load_any(path: Path, allowed: list[Any]) -> object:
+    import torch
+
+    with _only_safe_globals(allowed):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 @contextmanager
