@@ -16,10 +16,12 @@ from ckptflow.convert import convert
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.dcp_hf import DcpHuggingFaceRereader
 from ckptflow.validate.reread.fsdp import FsdpRereader
 from ckptflow.validate.reread.torch_file import TorchFileRereader
 from ckptflow.validate.reread.torch_stubs import load_rank_file
-from ckptflow.validate.verify import verify
+from ckptflow.validate.verify import VerifyOptions, verify
+from dcp_hf_writer import write_rank
 from validation import read_whole
 
 
@@ -173,6 +175,29 @@ def test_dcp_entries_are_put_at_their_offsets(tmp_path: Path) -> None:
     assert torch.equal(read_whole(reader, "w"), MATRIX)
     assert torch.equal(read_whole(reader, "b"), torch.arange(5.0))
     assert reader.shape("step") is None
+
+
+def test_slices_in_safetensors_files_are_put_at_their_saved_offsets(tmp_path: Path) -> None:
+    for rank, rows in enumerate(MATRIX.split(5), start=1):
+        write_rank(
+            tmp_path / "c", rank, w=([5 * (rank - 1), 0], rows), **({} if rank > 1 else {"b": ([0], MATRIX[0].clone())})
+        )
+    files = sorted((tmp_path / "c").iterdir())
+    reader = DcpHuggingFaceRereader(files)
+    assert torch.equal(read_whole(reader, "w"), MATRIX)
+    assert torch.equal(read_whole(reader, "b"), MATRIX[0])
+    assert reader.shape("other") is None
+    with pytest.raises(InconsistentCheckpointError, match="leave a gap"):
+        DcpHuggingFaceRereader([files[0], files[2]]).read("w", (0, 0), (12, 10))
+
+
+def test_a_conversion_of_slices_is_compared_through_the_second_reader(fixtures_dir: Path, tmp_path: Path) -> None:
+    fixture = fixtures_dir / "dcp_hf_storage_w2_sharded"
+    source, config_dir = fixture / "input/checkpoint-10", fixture / "hf_config"
+    convert(ConvertRequest(path=source, out=tmp_path / "out", config_dir=config_dir))
+    report = verify(tmp_path / "out", against=source, options=VerifyOptions(config_dir=config_dir))
+    assert report.passed, report.failures
+    assert report.checks[-1].figures["source read through"] == DcpHuggingFaceRereader.how
 
 
 FSDP = [

@@ -16,7 +16,7 @@ from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import Shape
 from ckptflow.validate.lora import fold_rows, read_factors, ulps
 from ckptflow.validate.report import Check, Figure, RoundingHistogram, listing
-from ckptflow.validate.reread.base import boxes
+from ckptflow.validate.reread.base import boxes, window_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class OutputReader:
 
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         """The box ``[offsets, offsets + sizes)`` of a tensor."""
-        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        window = window_of(offsets, sizes)
         opened = self._opened[fqn]
         box: torch.Tensor = opened.get_slice(fqn)[window] if window else opened.get_tensor(fqn)
         return box

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
+from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 
 if TYPE_CHECKING:
@@ -55,6 +56,49 @@ def boxes(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
     for index in range(shape[0]):
         for offsets, sizes in boxes(shape[1:], most_elements):
             yield (index, *offsets), (1, *sizes)
+
+
+def window_of(offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+    """Index of a box."""
+    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+
+
+def put_together(
+    fqn: str, offsets: Shape, sizes: Shape, parts: Iterable[tuple[Shape, Shape, Callable[[Shape, Shape], torch.Tensor]]]
+) -> torch.Tensor:
+    """The box ``[offsets, offsets + sizes)`` of a tensor from parts that are boxes of it themselves.
+
+    Args:
+        fqn: the tensor, for messages.
+        offsets: of the box, in elements.
+        sizes: of the box.
+        parts: of each its offsets and sizes, and what reads a box of it, whose offsets count from the part's own.
+
+    Raises:
+        InconsistentCheckpointError: the parts leave a gap.
+    """
+    import torch
+
+    box: torch.Tensor | None = None
+    filled = torch.zeros(sizes, dtype=torch.bool)
+    for at, extent, read in parts:
+        low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
+        if any(lo >= h for lo, h in zip(low, high, strict=True)):
+            continue
+        inner = tuple(lo - a for lo, a in zip(low, at, strict=True))
+        values = read(inner, tuple(h - lo for lo, h in zip(low, high, strict=True)))
+        box = torch.empty(sizes, dtype=values.dtype) if box is None else box
+        where = window_of(tuple(lo - b for lo, b in zip(low, offsets, strict=True)), tuple(values.shape))
+        box[where], filled[where] = values, True
+    if box is None or not bool(filled.all()):
+        raise InconsistentCheckpointError(
+            "the parts of a tensor leave a gap",
+            tensor=fqn,
+            expected=f"{prod(sizes)} elements at {list(offsets)}",
+            found=f"{int(filled.sum())} elements",
+        )
+    return box
 
 
 def by_plain_name(names: Sequence[str]) -> Callable[[str], str | None]:

@@ -13,6 +13,7 @@ from ckptflow.tensors import Shape
 from ckptflow.validate.reread import pieces
 from ckptflow.validate.reread.base import Rereader, UncoveredError
 from ckptflow.validate.reread.dcp import DcpRereader
+from ckptflow.validate.reread.dcp_hf import DcpHuggingFaceRereader
 from ckptflow.validate.reread.deepspeed import reread_deepspeed
 from ckptflow.validate.reread.experts import ExpertsRereader, name_in_stack
 from ckptflow.validate.reread.fsdp import RANK_FILE, FsdpRereader
@@ -79,6 +80,8 @@ def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
             return HuggingFaceRereader(files), None
         if manifest.layout in ("lightning", "full-state-dict") and len(files) == 1:
             return TorchFileRereader(files[0]), None
+        if manifest.layout == "dcp-hf":
+            return DcpHuggingFaceRereader(files), None
         if manifest.layout == "mxnet":
             return MXNetRereader(files[0]), None
         if manifest.layout == "deepspeed":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
-from ckptflow.validate.reread.base import by_ending
+from ckptflow.validate.reread.base import by_ending, put_together, window_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,28 +103,22 @@ class DcpRereader:
 
     def read_stored(self, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         """As ``read``, of a key as ``.metadata`` has it."""
-        import torch
+        parts = (
+            (at, extent, partial(self._read_entry, key, at, extent))
+            for at, extent in self._chunks(key).meeting(offsets, sizes)
+        )
+        return put_together(key, offsets, sizes, parts)
 
-        box: torch.Tensor | None = None
-        filled = torch.zeros(sizes, dtype=torch.bool)
-        for at, extent in self._chunks(key).meeting(offsets, sizes):
-            entry = self._entry(key, at)
-            if tuple(entry.shape) != extent:
-                raise InconsistentCheckpointError(
-                    "an entry has another shape than .metadata says",
-                    tensor=key,
-                    expected=list(extent),
-                    found=list(entry.shape),
-                )
-            low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
-            box = torch.empty(sizes, dtype=entry.dtype) if box is None else box
-            place = tuple(slice(lo - b, h - b) for lo, h, b in zip(low, high, offsets, strict=True))
-            box[place] = entry[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, at, strict=True))]
-            filled[place] = True
-        if box is None or not bool(filled.all()):
-            raise InconsistentCheckpointError("the chunks of a tensor leave a gap", tensor=key, found=int(filled.sum()))
-        return box
+    def _read_entry(self, key: str, at: Shape, extent: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        entry = self._entry(key, at)
+        if tuple(entry.shape) != extent:
+            raise InconsistentCheckpointError(
+                "an entry has another shape than .metadata says",
+                tensor=key,
+                expected=list(extent),
+                found=list(entry.shape),
+            )
+        return entry[window_of(offsets, sizes)]
 
     def _load_entry(self, key: str, at: Shape) -> torch.Tensor:
         import torch

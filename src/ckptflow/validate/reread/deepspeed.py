@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptflow.tensors import Shape
-from ckptflow.validate.reread.base import Rereader, UncoveredError
+from ckptflow.validate.reread.base import Rereader, UncoveredError, window_of
 from ckptflow.validate.reread.deepspeed_cut import CutRereader
 from ckptflow.validate.reread.deepspeed_flat import Joined, Place, flat_places, is_sharded
 from ckptflow.validate.reread.torch_stubs import load_deepspeed_file, load_universal_file
@@ -87,8 +87,7 @@ class StatesRereader:
         name = self._owner(fqn)
         if name in self.places:
             return self._joined(name).box(self.places[name].shape, offsets, sizes)
-        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
-        return self.whole[name][window]
+        return self.whole[name][window_of(offsets, sizes)]
 
     def _owner(self, fqn: str) -> str:
         return fqn if fqn in self.places else self.owners.get(fqn, fqn)

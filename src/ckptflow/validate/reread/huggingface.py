@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptflow.tensors import Shape
-from ckptflow.validate.reread.base import by_plain_name
+from ckptflow.validate.reread.base import by_plain_name, window_of
 from ckptflow.validate.reread.torch_file import load_tensors
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ class HuggingFaceRereader:
         from safetensors import safe_open
 
         self._slices: dict[str, Any] = {}
+        self._metadata: dict[Path, dict[str, str]] = {}
         for path in files:
             if path.suffix == ".safetensors":
                 opened = safe_open(path, framework="pt")
+                self._metadata[path] = opened.metadata() or {}  # type: ignore[no-untyped-call]
                 names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
                 self._slices |= {name: (opened, name) for name in names}
             else:
@@ -37,6 +39,10 @@ class HuggingFaceRereader:
         """All names, as they are in the files."""
         return list(self._slices)
 
+    def metadata(self, path: Path) -> dict[str, str]:
+        """``__metadata__`` of one of the safetensors files."""
+        return self._metadata[path]
+
     def shape(self, fqn: str) -> Shape | None:
         name = self._look_up(fqn)
         if name is None:
@@ -47,7 +53,7 @@ class HuggingFaceRereader:
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         name = self._look_up(fqn)
         found = self._slices[name or fqn]
-        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        window = window_of(offsets, sizes)
         if not isinstance(found, tuple):
             box: torch.Tensor = found[window].detach()
             return box

@@ -17,7 +17,7 @@ from ckptflow.formats.megatron_states import OLD_STYLE, RENAMES
 from ckptflow.manifest import Mesh
 from ckptflow.tensors import Shape
 from ckptflow.transforms.megatron_names import MegatronModel, describe
-from ckptflow.validate.reread.base import UncoveredError
+from ckptflow.validate.reread.base import UncoveredError, window_of
 from ckptflow.validate.reread.torch_file import named_tensors
 from ckptflow.validate.reread.torch_stubs import load_with_stubs
 
@@ -92,11 +92,11 @@ class MegatronRanks:
 
         dim, parts = self._cut[key], self._parts[key]
         if dim is None:
-            return parts[0][_window(offsets, sizes)]
+            return parts[0][window_of(offsets, sizes)]
         box = torch.empty(sizes, dtype=parts[0].dtype)
         for part, numbers in zip(parts, self._rows(key), strict=True):
             inside = ((numbers >= offsets[dim]) & (numbers < offsets[dim] + sizes[dim])).nonzero().flatten()
-            others = [slice(None) if d == dim else w for d, w in enumerate(_window(offsets, sizes))]
+            others = [slice(None) if d == dim else w for d, w in enumerate(window_of(offsets, sizes))]
             box.index_copy_(dim, numbers[inside] - offsets[dim], part[tuple(others)].index_select(dim, inside))
         return box
 
@@ -124,10 +124,6 @@ class MegatronRanks:
             gates, ups = (half.chunk(self._tp) for half in numbers.chunk(2))
             return [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
         return list(numbers.chunk(self._tp))
-
-
-def _window(offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
 
 
 def _chunks(path: Path) -> list[dict[str, torch.Tensor]]:

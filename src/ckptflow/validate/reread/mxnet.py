@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptflow.tensors import Shape
-from ckptflow.validate.reread.base import UncoveredError
+from ckptflow.validate.reread.base import UncoveredError, window_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +65,7 @@ class _Array:
         self._storage, self._values, self._indices = storage, values, indices
 
     def box(self, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        window = window_of(offsets, sizes)
         return self._values[window] if self._storage == DENSE else self._rows(window[0])[:, *window[1:]]
 
     def _rows(self, rows: slice) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.tensors import Shape
-from ckptflow.validate.reread.base import by_ending
+from ckptflow.validate.reread.base import by_ending, window_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,7 @@ class TorchFileRereader:
         return None if name is None else tuple(self._tensors[name].shape)
 
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
-        return self._tensors[self._look_up(fqn) or fqn][window]
+        return self._tensors[self._look_up(fqn) or fqn][window_of(offsets, sizes)]
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

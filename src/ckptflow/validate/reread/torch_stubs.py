@@ -135,7 +135,7 @@ def load_universal_file(path: Path) -> torch.Tensor:
     tensor = value.get("param") if isinstance(value, dict) else value
     if not isinstance(tensor, torch.Tensor):
         raise RuntimeError(f"{path.name} holds a {type(tensor).__name__}, not a tensor")
-    return tensor
+    return tensor.detach()
 
 
 def load_with_stubs(path: Path) -> dict[str, Any]:
