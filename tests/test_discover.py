@@ -14,7 +14,8 @@ from ckptflow.cli import main
 from ckptflow.destinations import destination_of
 from ckptflow.discover import by_step, discover
 from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
-from ckptflow.formats.registry import global_step_of, locate
+from ckptflow.formats.registry import locate
+from ckptflow.formats.step_names import global_step_of
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.targets import open_target
 from ckptflow.watching import Watcher
@@ -142,11 +143,43 @@ def test_a_config_without_weights_is_not_a_model(tmp_path: Path) -> None:
         ("step-5", 5),
         ("iter_0000010", 10),
         ("epoch=1-step=20187.ckpt", 20187),
+        ("epoch0epochstep9globalstep9", 9),
+        ("hf-10", 10),
+        ("llama-hf-7b", None),
+        ("step_7/policy/weights/iter_0000000", 7),
+        ("checkpoint-0", 0),
         ("footstep_photos", None),
     ],
 )
 def test_step_numbers_are_read_from_the_names_that_trainers_give(name: str, step: int | None) -> None:
     assert global_step_of(Path("/data/run") / name) == step
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("global_step_5/actor/huggingface", "my-run/step-5"),
+        ("global_step_5/critic/huggingface", "my-run/step-5/critic"),
+        ("step_5/policy/weights/model", "my-run/step-5"),
+        ("step_5/value/weights/model", "my-run/step-5/value"),
+        ("_actor/global_step5", "my-run/step-5"),
+        ("_critic/global_step5", "my-run/step-5/critic"),
+        ("_actor/best_global_step5", "my-run/step-5/actor-best"),
+        ("global_step5_hf", "my-run/step-5/hf"),
+        ("hf-5", "my-run/step-5/hf"),
+        ("checkpoint-5-merged", "my-run/step-5/merged"),
+        ("weights/step_5", "weights/step-5"),
+    ],
+)
+def test_no_two_models_of_a_step_have_one_destination(tmp_path: Path, name: str, place: str) -> None:
+    location = locate(hf_step(tmp_path / "my-run" / name))
+    assert location.global_step == 5
+    assert destination_of(location, "s3://bucket") == f"s3://bucket/{place}"
+
+
+def test_a_run_that_is_called_like_a_role_keeps_a_name(tmp_path: Path) -> None:
+    location = locate(hf_step(tmp_path / "critic" / "checkpoint-5"))
+    assert destination_of(location, "s3://bucket").endswith("/step-5/critic")
 
 
 def test_a_checkpoint_always_has_the_same_destination(tmp_path: Path) -> None:

@@ -136,6 +136,19 @@ def test_an_optimizer_s_directory_is_no_checkpoint_whatever_lies_in_it(tmp_path:
         read(tmp_path / "adam")
 
 
+@pytest.mark.parametrize("beside", ["lr_scheduler", "optim", "optimizer_1", "dataloader", "rng_state"])
+def test_training_state_that_was_saved_beside_the_model_leaves_the_step_one_checkpoint(
+    tmp_path: Path, beside: str
+) -> None:
+    step = tmp_path / "iter_0000010"
+    save({"model_state": {"model": WEIGHTS}}, step / "model")
+    save({"state": {"last_epoch": torch.tensor(3)}}, step / beside)
+    assert locate(step).path == step / "model"
+    save({"model": WEIGHTS}, step / "ema")
+    with pytest.raises(AmbiguousCheckpointError, match="2 checkpoints"):
+        locate(step)
+
+
 def test_an_array_that_may_have_been_trained_does(tmp_path: Path) -> None:
     with pytest.raises(AmbiguousCheckpointError, match="log_std"):
         read(save({"model": WEIGHTS, "log_std": torch.zeros(3)}, tmp_path / "c"))

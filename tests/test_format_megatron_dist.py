@@ -13,7 +13,7 @@ from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointErr
 from ckptflow.formats.base import Location, ReadOptions
 from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.megatron_dist import MegatronDistCheckpoint
-from ckptflow.formats.registry import find_at, locate
+from ckptflow.formats.registry import find_at, find_below, locate
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import plan_from_manifest
 from ckptflow.validate.reread.choose import SourceReader
@@ -42,6 +42,51 @@ def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str, one_by
     assert {entry.name for entry in manifest.left_out} == {"optimizer", "_extra_state", "rng_state"}
     assert any("6 rows of vocabulary padding" in note for note in manifest.notes)
     assert (manifest.ties != {}) == config["tie_word_embeddings"]
+
+
+def test_common_state_among_the_other_objects_is_read_there(tmp_path: Path) -> None:
+    config = config_of("llama")
+    hf = hf_model(config)
+    out = save(dist_tensors(hf, config), tmp_path / "iter_0000010", config, in_one=True, tp=2)
+    (location,) = find_at(out)
+    assert FORMAT.check(location).state == "complete"
+    manifest = read(out)
+    assert set(manifest.tensors) == set(hf)
+    assert manifest.mesh is not None
+    assert manifest.mesh.shape == (2,)
+    other = save(dist_tensors(hf, config), tmp_path / "iter_0000020", config, in_one=True, num_layers=9)
+    with pytest.raises(InconsistentCheckpointError, match="num_layers"):
+        read(other)
+
+
+def test_common_state_that_is_nowhere_makes_it_incomplete(tmp_path: Path) -> None:
+    config = config_of("llama")
+    out = save(dist_tensors(hf_model(config), config), tmp_path / "iter_0000010", config)
+    (out / "common.pt").unlink()
+    (location,) = find_at(out)
+    assert FORMAT.check(location).state == "incomplete"
+    with pytest.raises(IncompleteCheckpointError, match="a file of the checkpoint is missing"):
+        read(out)
+
+
+def test_verls_saves_of_optimizer_and_random_state_beside_the_model_are_no_checkpoints(tmp_path: Path) -> None:
+    config = config_of("llama")
+    hf = hf_model(config)
+    critic = tmp_path / "run" / "global_step_10" / "critic"
+    save(dist_tensors(hf, config), critic / "model" / "dist_ckpt", config)
+    for part in ("optimizer", "extra"):
+        save({}, critic / part / "dist_ckpt", config)
+    (critic / "model" / "config").rename(critic / "model" / "huggingface")
+    (critic / "transformer_config.json").write_text('{"num_layers": 4}')
+    (location,) = find_below(tmp_path / "run")
+    assert (location.path, location.root, location.role) == (critic / "model" / "dist_ckpt", critic, "critic")
+    assert FORMAT.check(location).state == "complete"
+    manifest = FORMAT.read(location, ReadOptions())
+    assert set(manifest.tensors) == set(hf)
+    assert manifest.config_dir == critic / "model" / "huggingface"
+    (critic / "transformer_config.json").write_text('{"num_layers": 9}')
+    with pytest.raises(InconsistentCheckpointError, match="num_layers"):
+        FORMAT.read(location, ReadOptions())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied", "mixtral"])

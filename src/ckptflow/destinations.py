@@ -6,23 +6,27 @@ import re
 from pathlib import Path
 
 from ckptflow.formats.base import Location
+from ckptflow.formats.step_names import run_index, step_index
 from ckptflow.hidden import fitted, hidden_beside
 
 PLACEHOLDER = re.compile(r"\{(run|step|role)\}")
+# The models that a run is about.
+_USUAL_ROLES = ("actor", "policy")
 # Signs of a name that mean something else in a file:// address, or that are dropped there.
 _NOT_IN_FILE_ADDRESSES = re.compile(r"[%?#\x00-\x1f\x7f]")
 
 
 def run_name(location: Location) -> str:
-    """Name of the training run: the directory above the step directory; without one, the checkpoint's parent."""
-    from ckptflow.formats.registry import STEP_NAME  # brings in all readers, which an upload has no use for
+    """Name of the training run: the directory above the step directory; without one, the checkpoint's parent.
 
+    A directory between the two that is called as a role, such as ``_actor/global_step5``, is not the run.
+    """
     parts = location.path.parts
-    for index in range(len(parts) - 1, 0, -1):
-        if STEP_NAME.search(parts[index]):
-            parents = [p for p in parts[1:index] if p not in ("checkpoint", "checkpoints")]
-            return parents[-1] if parents else "run"
-    return location.path.parent.name or "run"
+    step = step_index(parts)
+    if step is None:
+        return location.path.parent.name or "run"
+    index = run_index(parts, step)
+    return "run" if index is None else parts[index]
 
 
 def step_name(location: Location) -> str:
@@ -32,7 +36,7 @@ def step_name(location: Location) -> str:
 
 def label_of(location: Location) -> str:
     """``my-run step-10``, for names and descriptions."""
-    role = "" if location.role in (None, "actor") else f" {location.role}"
+    role = "" if location.role in (None, *_USUAL_ROLES) else f" {location.role}"
     return f"{run_name(location)} {step_name(location)}{role}"
 
 
@@ -50,7 +54,7 @@ def destination_of(location: Location, destination_uri: str) -> str:
     """The URI for this checkpoint's model.
 
     ``{run}``, ``{step}`` and ``{role}`` in the destination are filled in. A destination without ``{step}`` holds many
-    models: ``RUN/step-N`` is appended, and the role where it isn't the only or usual one (``actor``). The same
+    models: ``RUN/step-N`` is appended, and the role where it isn't a usual one (``actor``, ``policy``). The same
     checkpoint always gets the same URI, so that a second run finds what the first one published. On the Hub, where a
     repository holds one model per branch, ``@RUN/step-N`` is appended, unless the destination names a branch or tag.
     """
@@ -66,7 +70,7 @@ def destination_of(location: Location, destination_uri: str) -> str:
         return base
     parts = [] if "{run}" in destination_uri else [values["run"]]
     parts.append(values["step"])
-    if role not in ("model", "actor") and "{role}" not in destination_uri:
+    if role not in ("model", *_USUAL_ROLES) and "{role}" not in destination_uri:
         parts.append(values["role"])
     return base + ("@" if is_hub else "/") + "/".join(parts)
 

@@ -53,18 +53,25 @@ def with_stacked_experts(layer: Tensors) -> Tensors:
     return found
 
 
-def save(tensors: Tensors, out: Path, config: dict[str, Any], **args: Any) -> Path:
-    """As Megatron-LM does, with optimizer and extra state."""
+def save(tensors: Tensors, out: Path, config: dict[str, Any], *, in_one: bool = False, **args: Any) -> Path:
+    """As Megatron-LM does, with optimizer and extra state.
+
+    ``in_one`` is what newer versions do: what all ranks have in common is an object among the others.
+    """
+    common = {"args": args_of(config, **args), "iteration": 10}
     state: dict[str, Any] = {
         **tensors,
         "optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.ones(3),
         "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": io.BytesIO(b"x"),
         "rng_state/shard_0.0_1.1": io.BytesIO(b"x"),
     }
+    if in_one:
+        state["common_state/shard_0_1"] = [common]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it saves in one process
         dcp.save(state, checkpoint_id=out, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
-    torch.save({"args": args_of(config, **args), "iteration": 10}, out / "common.pt")
+    if not in_one:
+        torch.save(common, out / "common.pt")
     (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (out.parent / "config").mkdir(exist_ok=True)
     (out.parent / "config" / "config.json").write_text(json.dumps(config))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.demo.prefect_server import free_loopback_port
-from ckptflow.formats.registry import global_step_of
+from ckptflow.formats.step_names import global_step_of
 from serverapi import ask_for_events, ask_server
 from servers.prefect_database import put_migrated_database
 

@@ -28,6 +28,7 @@ from ckptflow.formats.dcp_records import DcpFiles
 from ckptflow.formats.dcp_subtree import find_model
 from ckptflow.formats.files import list_names
 from ckptflow.formats.peft_config import adapter_spec
+from ckptflow.formats.state_names import is_state_directory
 from ckptflow.manifest import CheckpointManifest, LeftOut
 from ckptflow.transforms.prefix import share_first_part
 
@@ -49,7 +50,7 @@ class DcpDirectory:
         """The directory itself, or the model directories of an Accelerate checkpoint in it."""
         if ACCELERATE_MODEL.fullmatch(path.name) and is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path.parent)]
-        if kind_of_directory(path.name) == "optimizer":
+        if is_state_directory(path):
             return []
         if is_dcp(path):
             return [Location(layout=self.layout, path=path, root=path)]
@@ -102,7 +103,7 @@ def _check_not_megatrons(fqns: Iterable[str], directory: Path) -> None:
             "a Megatron checkpoint without the files that say so",
             file=directory,
             tensor=found,
-            expected="common.pt, and metadata.json with sharded_backend",
+            expected="metadata.json with sharded_backend, and common.pt where older versions saved",
             found=", ".join(list_names(directory)[:8]),
             fix="copy them from where the checkpoint was saved",
         )

@@ -30,9 +30,17 @@ class Grid:
         return Mesh(shape=tuple(s for _, s in dims) or (1,), dim_names=tuple(n for n, _ in dims) or ("tp",))
 
 
-def file_args(path: str) -> Mapping[str, Any]:
-    """``args`` of a torch file as a dict; empty where it has none."""
-    value = open_torch_file(path).value
+def file_args(path: str, offset: int = 0, length: int | None = None) -> Mapping[str, Any]:
+    """``args`` of a torch file as a dict; empty where it has none.
+
+    Args:
+        path: the file.
+        offset: where in it the torch file begins, in bytes.
+        length: its length in bytes; None is up to the end.
+    """
+    value = open_torch_file(path, offset=offset, length=length).value
+    if isinstance(value, list) and len(value) == 1:  # Megatron's objects are saved as lists of their shards
+        value = value[0]
     return namespace_args(value.get("args")) if isinstance(value, Mapping) else {}
 
 

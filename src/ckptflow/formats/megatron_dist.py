@@ -1,6 +1,7 @@
 """Megatron-Core's ``torch_dist`` checkpoints: a DCP directory whose tensors bear Megatron's names.
 
-verl writes ``actor/dist_ckpt/`` with ``huggingface/`` beside it, Megatron-LM ``iter_0000010/``, NeMo 2 ``weights/``.
+verl writes ``actor/dist_ckpt/`` with ``huggingface/`` beside it, or both in ``actor/model/``, and optimizer and random
+state apart; Megatron-LM ``iter_0000010/``, NeMo 2 ``weights/``.
 Layers, and experts in them, are stacked: axis 0 is the global layer number. Pipeline and tensor parallelism leave no
 trace in global tensors (https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/dist_checkpointing).
 """
@@ -26,6 +27,7 @@ from ckptflow.formats.dcp_metadata import DcpMetadata
 from ckptflow.formats.dcp_records import DcpFiles
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, file_args
+from ckptflow.formats.state_names import MEGATRON_DIRECTORY, is_state_directory
 from ckptflow.formats.verdicts import refused
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, LeftOut, Mesh
@@ -34,9 +36,12 @@ from ckptflow.transforms.fqn import DDP_PREFIX
 from ckptflow.transforms.megatron_args import check_args
 from ckptflow.transforms.megatron_names import NO_WEIGHTS, describe, to_huggingface
 
-DIRECTORY = "dist_ckpt"
+DIRECTORY = MEGATRON_DIRECTORY
+MODEL_PART = "model"
 BACKEND = "metadata.json"
 COMMON = "common.pt"
+# Newer versions save the same as one object among the others of the DCP directory.
+COMMON_OBJECT = re.compile(r"common_state/shard_0_1")
 TRANSFORMER_CONFIG = "transformer_config.json"
 STEP_DIRECTORY = re.compile(r"global_step_?\d+$")
 STATE = re.compile(
@@ -57,9 +62,9 @@ class MegatronDistCheckpoint:
     def find(self, path: Path) -> list[Location]:
         """The directory itself, or verl's ``dist_ckpt`` in it."""
         for directory in (path, path / DIRECTORY):
-            if _is_megatron(directory):
+            if _is_megatron(directory) and not is_state_directory(directory):
                 is_verl = directory.name == DIRECTORY
-                root = directory.parent if is_verl else directory
+                root = _root_of(directory)
                 role = root.name if is_verl and STEP_DIRECTORY.search(root.parent.name) else None
                 return [Location(layout=self.layout, path=directory, root=root, role=role)]
         return []
@@ -69,14 +74,15 @@ class MegatronDistCheckpoint:
         names = list_names(location.path)
         if BACKEND not in names:
             return Completeness(state="in-progress", reason="metadata.json, which is written last, is not there yet")
-        if COMMON not in names:
-            return Completeness(state="incomplete", reason="common.pt is missing")
         try:
             _check_backend(location.path)
-            _args(location.path, location.root)
         except CheckpointError as error:
             return refused(error, location.path)
-        return completeness(location.path, location.root)
+
+        def holds_args(metadata: DcpMetadata) -> None:
+            _args(metadata, location.path, location.root)
+
+        return completeness(location.path, location.root, holds_args)
 
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """The model under transformers' names, as windows on Megatron's tensors."""
@@ -90,7 +96,7 @@ class MegatronDistCheckpoint:
         tree = _tree(metadata, files, directory)
         output = tree.get("output_layer.weight")
         model = describe(config, output.shape[0] if output and output.shape else None)
-        args, origin = _args(directory, root)
+        args, origin = _args(metadata, directory, root)
         check_args(args, model, origin)
         result = to_huggingface(tree, model)
         return CheckpointManifest(
@@ -146,12 +152,35 @@ def _check_backend(directory: Path) -> None:
         )
 
 
-def _args(directory: Path, root: Path) -> tuple[Mapping[str, Any], str]:
-    """What Megatron recorded about the model: args in common.pt, or verl's transformer_config.json."""
-    verl = directory.parent / TRANSFORMER_CONFIG
+def _root_of(directory: Path) -> Path:
+    """The directory of the role, ``actor``, where verl wrote; otherwise the checkpoint's own."""
+    if directory.name != DIRECTORY:
+        return directory
+    part = directory.parent
+    role = part.parent
+    in_parts = STEP_DIRECTORY.search(role.parent.name) or (role / TRANSFORMER_CONFIG).is_file()
+    return role if part.name == MODEL_PART and in_parts else part
+
+
+def _args(metadata: DcpMetadata, directory: Path, root: Path) -> tuple[Mapping[str, Any], str]:
+    """What Megatron recorded about the model: its args, or verl's transformer_config.json."""
+    verl = root / TRANSFORMER_CONFIG
     if directory.name == DIRECTORY and verl.exists():
         checked_file(verl, root)
         return read_json_object(verl), str(verl)
+    return _common_args(metadata, directory, root)
+
+
+def _common_args(metadata: DcpMetadata, directory: Path, root: Path) -> tuple[Mapping[str, Any], str]:
+    """``args`` among what all ranks have in common, in common.pt or in the DCP directory, and the file with them.
+
+    Raises:
+        IncompleteCheckpointError: it is in neither.
+    """
+    record = next((blob for key, blob in metadata.blobs.items() if COMMON_OBJECT.fullmatch(key)), None)
+    if record is not None:
+        file = checked_file(directory / record.file_name, root)
+        return file_args(file.path, offset=record.offset_bytes, length=record.nbytes), file.path
     common = checked_file(directory / COMMON, root)
     return file_args(common.path), common.path
 

@@ -30,6 +30,7 @@ from ckptflow.formats.megatron_legacy import MegatronLegacyCheckpoint
 from ckptflow.formats.mxnet import MXNetParams
 from ckptflow.formats.peft import PeftAdapter
 from ckptflow.formats.peft_base import with_base_model
+from ckptflow.formats.step_names import STEP_NAME, global_step_of, role_of
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
 
@@ -47,22 +48,12 @@ FORMATS: tuple[Format, ...] = (
     HuggingFaceDirectory(),
 )
 
-# global_step_10, step-10, checkpoint-10, iter_0000010, global_step3, epoch_2-step_10; numbers sort as numbers.
-STEP_NAME = re.compile(r"(?:^|[._-])(?:global_?step|step|checkpoint|ckpt|iter|iteration)[._=-]?(\d+)")
 # Names that writers use while they are not done, and our own work directories.
 UNFINISHED_NAME = re.compile(r"^\.|^tmp[-_.]|[-_.](?:tmp|temp|partial|incomplete|deleting)$|\.tmp[-_.]?\d*$")
-MAX_DEPTH = 5
+# AReaL's checkpoints/USER/EXPERIMENT/TRIAL/default/STEP, and NeMo-RL's STEP/policy/weights/iter_0000000 in results.
+MAX_DEPTH = 7
 
 _log = logging.getLogger(__name__)
-
-
-def global_step_of(path: Path) -> int | None:
-    """The step that the nearest part of ``path`` names; None where none does."""
-    for part in reversed(path.parts):
-        match = STEP_NAME.search(part)
-        if match:
-            return int(match.group(1))
-    return None
 
 
 def format_of(layout: str) -> Format:
@@ -75,10 +66,17 @@ def find_at(path: Path) -> list[Location]:
     found = [(fmt, location) for fmt in FORMATS for location in fmt.find(path)]
     hidden = {name for fmt, _ in found for name in fmt.supersedes}
     locations = [location for _, location in found if location.layout not in hidden]
-    return [
-        location if location.global_step is not None else replace(location, global_step=global_step_of(location.path))
-        for location in locations
-    ]
+    return [_named(location) for location in locations]
+
+
+def _named(location: Location) -> Location:
+    """With the step and the role that names tell, where the format itself knows none."""
+    step, role = location.global_step, location.role
+    return replace(
+        location,
+        global_step=global_step_of(location.path) if step is None else step,
+        role=role_of(location.path) if role is None else role,
+    )
 
 
 def find_below(root: Path, depth: int = MAX_DEPTH) -> Iterator[Location]:

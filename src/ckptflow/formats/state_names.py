@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # What trainers call the dict that holds the weights, at any depth above it.
 MODEL_NAMES = frozenset({"model", "module", "models", "network", "state_dict", "model_state_dict", "model_state"})
@@ -30,3 +31,20 @@ NUMBER = re.compile(r"_\d+$")
 RNG_NAME = re.compile(r"(\w+_)?rng(_states?)?")
 # The two parts of torch.optim's state dicts; nothing else has the second, whatever the dict around them is called.
 OPTIMIZER_STATE, PARAM_GROUPS = "state", "param_groups"
+
+# verl's and AReaL's directory of Megatron's save, in one that says what is in it: model/dist_ckpt, extra/dist_ckpt.
+MEGATRON_DIRECTORY = "dist_ckpt"
+
+
+def is_state_directory(directory: Path) -> bool:
+    """Whether a directory's name says that it is a save of training state alone, beside the one of the model.
+
+    An average of the weights is a model, and which one is meant is for people to say.
+    """
+    name = directory.name
+    if name == MEGATRON_DIRECTORY:
+        name = directory.parent.name
+        if name == "extra":
+            return True
+    name = NUMBER.sub("", name)
+    return name != "ema" and (name in STATE_NAMES or RNG_NAME.fullmatch(name) is not None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptflow.discover import FoundCheckpoint, FoundState
 from ckptflow.formats.base import Location
-from ckptflow.formats.registry import global_step_of
+from ckptflow.formats.step_names import global_step_of
 
 # From bad to good; a step is as good as the worst of its roles.
 _STATES: tuple[FoundState, ...] = ("incomplete", "in-progress", "complete", "published")
