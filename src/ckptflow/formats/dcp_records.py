@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.formats.dcp_metadata import DcpChunk, DcpRecord, DcpTensor
 from ckptflow.formats.files import checked_file
-from ckptflow.formats.torch_tensors import TENSOR_TYPES, plain_tensor, storage_use
+from ckptflow.formats.torch_tensors import TENSOR_TYPES, kind_of_tensor, not_plain, plain_tensor, storage_use
 from ckptflow.tensors import Piece, SourceFile, TensorSource, check_tiling
 from ckptflow.torchfiles import LazyTensor, open_torch_file, stub_name
 
@@ -90,6 +90,8 @@ class DcpFiles:
                 fix="wait until it is written, or take another checkpoint",
             )
         opened = open_torch_file(file.path, offset=record.offset_bytes, length=record.nbytes)
+        if (kind := kind_of_tensor(opened.value)) is not None:
+            raise not_plain(fqn, kind, file.path)
         if not isinstance(opened.value, TENSOR_TYPES):
             raise InconsistentCheckpointError(
                 "an entry holds no tensor", file=file.path, tensor=fqn, found=stub_name(opened.value), fix=STALE

@@ -45,8 +45,8 @@ def state_dict_entries(value: object, path: str) -> tuple[dict[str, AnyTensor], 
             raise CorruptFileError("a name in a state dict is no string", file=path, found=repr(name))
         if isinstance(item, TENSOR_TYPES):
             tensors[name] = item
-        elif isinstance(item, Stub) and (kind := _kind_of_tensor(item)) is not None:
-            raise _not_plain(name, kind, path)
+        elif (kind := kind_of_tensor(item)) is not None:
+            raise not_plain(name, kind, path)
         elif holds_tensor(item):
             raise UnsupportedCheckpointError(
                 "a nested checkpoint where a flat state dict was expected",
@@ -92,12 +92,15 @@ def children(value: object) -> Iterator[object]:
         yield from (value.args, value.kwargs, value.state, value.items, value.mapping)
 
 
-def _kind_of_tensor(value: Stub) -> str | None:
+def kind_of_tensor(value: object) -> str | None:
     """What kind of tensor a stub stands for, such as ``sparse`` or its class; None where it is none."""
+    if not isinstance(value, Stub):
+        return None
     return unsupported_tensor_kind(value) or (stub_name(value) if holds_tensor(value) else None)
 
 
-def _not_plain(fqn: str, kind: str, path: str) -> UnsupportedCheckpointError:
+def not_plain(fqn: str, kind: str, path: str) -> UnsupportedCheckpointError:
+    """The refusal of a tensor whose values need more than a read."""
     return UnsupportedCheckpointError(
         "the bytes of a tensor are not its values", file=path, tensor=fqn, found=kind, fix="save it as a plain tensor"
     )
@@ -122,7 +125,7 @@ def plain_tensor(fqn: str, tensor: AnyTensor, path: str) -> LazyTensor:
             fix="name the directory that holds all ranks' files",
         )
     if tensor.conj or tensor.neg or tensor.subclass is not None:
-        raise _not_plain(fqn, tensor.subclass or "conjugate or negative view", path)
+        raise not_plain(fqn, tensor.subclass or "conjugate or negative view", path)
     return tensor
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Final
 
-from ckptflow.errors import CorruptFileError
+from ckptflow.errors import CorruptFileError, UnsupportedCheckpointError
 from ckptflow.torchfiles.budget import Budget
 from ckptflow.torchfiles.dtypes import TorchDtype
 from ckptflow.torchfiles.lazy import LazyTensor, MetaTensor
@@ -57,6 +57,13 @@ class RecordBuilder:
         """A DTensor from the state that torch restores it with."""
         fields = merged_state(state)
         local, spec = fields.get("_local_tensor"), stub_state(fields.get("_spec"))
+        if isinstance(local, Stub) and any(isinstance(v, LazyTensor) for v in merged_state(local.state).values()):
+            raise UnsupportedCheckpointError(
+                "the bytes of a tensor are not its values",
+                file=self._path,
+                found=f"DTensors of {stub_name(local)}",
+                fix="save it as a plain tensor",
+            )
         if not isinstance(local, LazyTensor | MetaTensor):
             raise self._corrupt("a DTensor has no plain local tensor", found=stub_name(local))
         meta = stub_state(spec.get("tensor_meta")) or _named_fields(spec.get("tensor_meta"))

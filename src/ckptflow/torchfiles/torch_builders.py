@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NoReturn
 
 from ckptflow.torchfiles.builders import Builder, Stand
@@ -9,12 +10,21 @@ from ckptflow.torchfiles.distributed import RecordBuilder
 from ckptflow.torchfiles.dtypes import TorchDtype
 from ckptflow.torchfiles.lazy import MAX_DIMS, LazyStorage, LazyTensor, MetaTensor, Sealed
 from ckptflow.torchfiles.records import DTensor
-from ckptflow.torchfiles.stubs import stub_name
+from ckptflow.torchfiles.stubs import merged_state, stub_name
 
 _PLAIN_TENSOR_TYPES: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Buffer"})
 _PARAMETER_TYPES: Final = frozenset(
     {"torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.UninitializedParameter"}
 )
+# Weights that are trained in their own dtype and rounded anew in each forward pass, in a tensor class that says how:
+# class → the attribute that holds them as they are. FSDP2 shards them under these classes, and so they are saved.
+_TRAINING_WRAPPERS: Final = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    "torchao.prototype.moe_training.tensor.Float8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.moe_training.tensor.MXFP8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.moe_training.tensor.ScaledGroupedMMTensor": "_data",
+    "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+}
 
 
 class RebuildTensor(Sealed):
@@ -78,10 +88,10 @@ def flagged(
 class _Wrapper:
     """What ``_rebuild_wrapper_subclass`` gives: a tensor subclass without storage, before its state is known."""
 
-    __slots__ = ("requires_grad",)
+    __slots__ = ("dtype", "requires_grad", "size")
 
-    def __init__(self, requires_grad: bool) -> None:
-        self.requires_grad = requires_grad
+    def __init__(self, dtype: object, size: object, requires_grad: bool) -> None:
+        self.dtype, self.size, self.requires_grad = dtype, size, requires_grad
 
     def __setstate__(self, state: object) -> NoReturn:
         raise TypeError("a tensor can't be changed")
@@ -137,9 +147,9 @@ class TorchBuilders:
             raise TypeError("a meta tensor has no dtype")
         return MetaTensor(dtype.name, _size(size), requires_grad is True)
 
-    def _wrapper(self, cls: object, *args: object) -> _Wrapper:
+    def _wrapper(self, cls: object, dtype: object = None, size: object = None, *args: object) -> _Wrapper:
         # The requires_grad flag has been the last argument in all releases.
-        return _Wrapper(bool(args) and args[-1] is True)
+        return _Wrapper(dtype, size, bool(args) and args[-1] is True)
 
     def _from_type(self, function: object, new_type: object, args: object, state: object) -> object:
         if not callable(function) or not isinstance(args, tuple):
@@ -161,7 +171,16 @@ class TorchBuilders:
             return self._records.sharded_tensor(state, value.requires_grad)
         stub = self._stand(module, kind)()
         stub.__setstate__(state)
-        return stub
+        return _trained_values(name, value, merged_state(state)) or stub
+
+
+def _trained_values(name: str, wrapper: _Wrapper, state: Mapping[str, object]) -> LazyTensor | None:
+    """What is in a wrapper that is known to leave values as they are; None for any other, and where the two differ."""
+    inner = state.get(_TRAINING_WRAPPERS.get(name, ""))
+    dtype = wrapper.dtype.name if isinstance(wrapper.dtype, TorchDtype) else None
+    if not isinstance(inner, LazyTensor) or (inner.dtype_name, inner.shape) != (dtype, wrapper.size):
+        return None
+    return inner
 
 
 def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> object:

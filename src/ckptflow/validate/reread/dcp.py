@@ -18,6 +18,7 @@ from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
 from ckptflow.validate.reread.base import by_ending, put_together, window_of
+from ckptflow.validate.reread.torch_stubs import load_entry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,14 +122,11 @@ class DcpRereader:
         return entry[window_of(offsets, sizes)]
 
     def _load_entry(self, key: str, at: Shape) -> torch.Tensor:
-        import torch
-
         place = self._places[key, at]
         with open(self._files[place["relative_path"]], "rb") as file:
             file.seek(place["offset"])
             data = io.BytesIO(file.read(place["length"]))
-        entry: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
-        return entry.detach()
+        return load_entry(data).detach()
 
 
 def _mapping(state: Mapping[str, object], name: str) -> Mapping[Any, Any]:

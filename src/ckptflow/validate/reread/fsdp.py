@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.validate.reread.base import by_plain_name
-from ckptflow.validate.reread.torch_stubs import Inert, load_rank_file, parts_of
+from ckptflow.validate.reread.torch_stubs import Inert, load_rank_file, parts_of, trained_values
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,8 @@ class _RankFile:
         if parts is None:
             return shape, ((value.detach(), None),)
         if isinstance(parts, dict):
-            return shape, ((parts["_local_tensor"].detach(), self._cut(name, shape, parts["_spec"].state)),)
+            local = trained_values(parts["_local_tensor"]).detach()
+            return shape, ((local, self._cut(name, shape, parts["_spec"].state)),)
         return shape, tuple((s.state["tensor"].detach(), self._region(s.state["metadata"].state)) for s in parts[0])
 
     def _cut(self, name: str, shape: Shape, spec: Mapping[str, Any]) -> Cut:

@@ -7,8 +7,10 @@ DeepSpeed's classes, which torch does not know, and those of Megatron's args.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,15 @@ DEEPSPEED = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
+
+# torchao's classes around weights that are trained as they are; what they hold, and where.
+TRAINING_WRAPPERS = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    "torchao.prototype.moe_training.tensor.Float8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.moe_training.tensor.MXFP8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.moe_training.tensor.ScaledGroupedMMTensor": "_data",
+    "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+}
 
 
 class Inert:
@@ -88,10 +99,45 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     Raises:
         pickle.UnpicklingError, RuntimeError: torch refuses the file.
     """
+    wrapped = _wrapped_tensor()
+
+    def inert_attribute(*_: object) -> type[Inert]:
+        return Inert  # ShardedTensor.ProcessGroupState, a nested class
+
+    allowed: list[Any] = [(wrapped, name) for name in (*DTENSOR, *SHARDED_TENSOR)]
+    allowed += [(Inert, name) for name in PLAIN]
+    allowed += [(inert_attribute, "__builtin__.getattr"), (inert_attribute, "builtins.getattr")]
+    for placement in PLACEMENTS:
+        stub = _placement(placement)
+        allowed += [(stub, f"{module}.{placement}") for module in PLACEMENT_MODULES]
+    return _load(path, [*allowed, *_of_torchao(path, wrapped)])
+
+
+def load_entry(data: BytesIO) -> torch.Tensor:
+    """A tensor that was saved alone.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError: torch refuses it.
+    """
+    import torch
+
+    try:
+        entry: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        return entry
+    except pickle.UnpicklingError:
+        allowed = _of_torchao(data, _wrapped_tensor())
+        if not allowed:
+            raise
+    data.seek(0)
+    with _only_safe_globals(allowed):
+        return trained_values(torch.load(data, map_location="cpu", weights_only=True))
+
+
+def _wrapped_tensor() -> type:
     import torch
 
     class WrappedTensor(torch.Tensor):
-        """A tensor subclass whose parts are kept as attributes: DTensor or ShardedTensor."""
+        """A tensor subclass whose parts are kept as attributes: DTensor, ShardedTensor or one of torchao's."""
 
         def __setstate__(self, state: Any) -> None:
             self.parts = _slots(state) if _is_slots(state) else state
@@ -102,16 +148,18 @@ def load_rank_file(path: Path) -> dict[str, Any]:
         def __torch_dispatch__(cls, *_: object, **__: object) -> None:
             raise NotImplementedError  # it has no values of its own to compute with
 
-    def inert_attribute(*_: object) -> type[Inert]:
-        return Inert  # ShardedTensor.ProcessGroupState, a nested class
+    return WrappedTensor
 
-    allowed: list[Any] = [(WrappedTensor, name) for name in (*DTENSOR, *SHARDED_TENSOR)]
-    allowed += [(Inert, name) for name in PLAIN]
-    allowed += [(inert_attribute, "__builtin__.getattr"), (inert_attribute, "builtins.getattr")]
-    for placement in PLACEMENTS:
-        stub = _placement(placement)
-        allowed += [(stub, f"{module}.{placement}") for module in PLACEMENT_MODULES]
-    return _load(path, allowed)
+
+def _of_torchao(source: Path | BytesIO, wrapped: type) -> list[Any]:
+    import torch
+
+    if isinstance(source, BytesIO):
+        source.seek(0)
+    names = [n for n in torch.serialization.get_unsafe_globals_in_checkpoint(source) if n.startswith("torchao.")]
+    if not any(name in TRAINING_WRAPPERS for name in names):
+        return []
+    return [(wrapped if name in TRAINING_WRAPPERS else Inert, name) for name in names]
 
 
 def load_deepspeed_file(path: Path) -> dict[str, Any]:
@@ -181,3 +229,10 @@ def _only_safe_globals(allowed: list[Any]) -> Iterator[None]:
 def parts_of(value: torch.Tensor) -> Any:
     """State of a DTensor (dict) or a ShardedTensor (tuple); None for a plain tensor."""
     return getattr(value, "parts", None)
+
+
+def trained_values(value: torch.Tensor) -> torch.Tensor:
+    """What one of torchao's wrappers holds; any other tensor as it is."""
+    parts = parts_of(value)
+    kept = [parts[name] for name in TRAINING_WRAPPERS.values() if name in parts] if isinstance(parts, dict) else []
+    return kept[0] if kept else value
