@@ -393,6 +393,13 @@ def test_names_behind_one_attribute_are_left_to_the_config(tmp_path: Path) -> No
     assert not read(save({"model": tied}, tmp_path / "c")).wrapped
 
 
+def test_a_counter_beside_the_model_hides_no_wrapper(tmp_path: Path) -> None:
+    average = {f"module.{name}": tensor for name, tensor in WEIGHTS.items()}
+    manifest = read(save({"model": {"n_averaged": torch.tensor(3), **average}}, tmp_path / "average"))
+    assert manifest.wrapped
+    assert not read(save({"model": {"n_averaged": torch.tensor(3), **WEIGHTS}}, tmp_path / "plain")).wrapped
+
+
 def test_a_missing_chunk_leaves_a_gap_that_is_refused(tmp_path: Path) -> None:
     path = save(WEIGHTS, tmp_path / "c")
 

@@ -176,6 +176,24 @@ def test_unknown_alpha_is_refused_until_given(tmp_path: Path) -> None:
         export_adapter(plan_from_manifest(manifest), manifest.adapter, None)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["with its base", "alone"])
+def test_the_short_note_that_verl_leaves_tells_alpha(tmp_path: Path, alone: bool) -> None:
+    (tmp_path / "base").mkdir()
+    save_file(dict(tiny().state_dict()), tmp_path / "base" / "model.safetensors")
+    model, step = trained(), tmp_path / "global_step_5" / "actor"
+    step.mkdir(parents=True)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not alone or "lora_" in name}
+    torch.save(state, step / rank_name(1, 0))
+    (step / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}')
+    options = {"base_model": tmp_path / "base"} if alone else {}
+    assert_merged(folded(step, **options), model.merge_and_unload().state_dict())
+    with pytest.raises(UsageError, match="contradicts"):
+        folded(step, alpha=7, **options)
+    (step / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 6}')
+    with pytest.raises(InconsistentCheckpointError, match="another rank"):
+        folded(step)
+
+
 def test_an_alpha_of_zero_counts_as_unknown(tmp_path: Path) -> None:
     path = save_wrapped(trained(), tmp_path)
     change_config(path / "lora_adapter", lora_alpha=0)

@@ -113,9 +113,9 @@ def may_be_wrapped(fqns: Iterable[str]) -> bool:
     """Whether all names may stand behind one attribute of a wrapper, such as Lightning's ``model.``.
 
     transformers' models with a head have names with two first parts; ones whose tied head was left out have one, which
-    holds the embedding itself.
+    holds the embedding itself. Names without a dot are of no module: a counter beside the model (``n_averaged``).
     """
-    names = list(fqns)
+    names = [name for name in fqns if "." in name]
     return share_first_part(names) and not any(PLAIN_EMBEDDING.fullmatch(name) for name in names)
 
 

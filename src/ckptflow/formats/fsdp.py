@@ -14,7 +14,8 @@ from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpo
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.own_name import check_own_name
-from ckptflow.formats.peft_config import adapter_spec
+from ckptflow.formats.peft_config import CONFIG_NAME as CONFIG_FILE
+from ckptflow.formats.peft_config import SHORT_NAME, adapter_spec
 from ckptflow.formats.rank_copies import assemble
 from ckptflow.formats.rank_files import CONFIG_NAME, RANK_FILE, RankSet, choose_set, left_out_files, rank_sets
 from ckptflow.formats.rank_steps import check_one_step
@@ -85,7 +86,8 @@ class FsdpRankFiles:
             *left_out_files(listed, _sizes(directory, listed), chosen),
             *_consolidated(directory),
         ]
-        adapter, adapter_notes = adapter_spec(tensors, directory / "lora_adapter" / "adapter_config.json", root)
+        peft = directory / "lora_adapter" / CONFIG_FILE
+        adapter, adapter_notes = adapter_spec(tensors, peft, root, directory / SHORT_NAME)
         return CheckpointManifest(
             layout=self.layout,
             path=directory,

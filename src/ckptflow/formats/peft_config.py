@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptflow.errors import IncompleteCheckpointError
+from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError
 from ckptflow.formats.files import checked_file
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import AdapterSpec
@@ -15,6 +15,8 @@ from ckptflow.transforms.fqn import PEFT_PREFIX, is_peft_name
 from ckptflow.transforms.lora_names import LoraPart, SavedModule, role_of
 
 CONFIG_NAME = "adapter_config.json"
+# What verl leaves of it beside its rank files.
+SHORT_NAME = "lora_train_meta.json"
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
@@ -29,7 +31,7 @@ def read_adapter_config(path: Path, root: Path) -> dict[str, object]:
 
 
 def adapter_spec(
-    tensors: Mapping[str, TensorSource], config_path: Path, root: Path
+    tensors: Mapping[str, TensorSource], config_path: Path, root: Path, short_path: Path | None = None
 ) -> tuple[AdapterSpec | None, list[str]]:
     """The adapter of a model that PEFT wrapped, and notes; None where no name speaks of PEFT.
 
@@ -37,6 +39,10 @@ def adapter_spec(
         tensors: all tensors of the wrapped model.
         config_path: where the adapter's config would be.
         root: directory that the config may not lead out of.
+        short_path: where a file may be that tells rank and alpha alone, if there is no config.
+
+    Raises:
+        CheckpointError: one of the two can't be read, or tells another rank than the tensors have.
     """
     if not any(is_peft_name(name) for name in tensors):
         return None, []
@@ -44,9 +50,25 @@ def adapter_spec(
     try:
         config = read_adapter_config(config_path, root)
     except IncompleteCheckpointError:
+        if short_path is not None and short_path.is_file():
+            config = _completed(inferred_config(tensors, prefix), short_path, root)
+            return AdapterSpec(config=config, prefix=prefix, config_path=short_path), []
         notes = [f"{config_path.name} is not there: the adapter's rank is read from its tensors, its alpha is unknown"]
         return AdapterSpec(config=inferred_config(tensors, prefix), prefix=prefix, config_path=None), notes
     return AdapterSpec(config=config, prefix=prefix, config_path=config_path), []
+
+
+def _completed(config: dict[str, object], path: Path, root: Path) -> dict[str, object]:
+    told = read_adapter_config(path, root)
+    if "r" in config and told.get("r") not in (None, config["r"]):
+        raise InconsistentCheckpointError(
+            "the adapter's tensors have another rank than was recorded",
+            file=path,
+            expected=f"r = {told['r']}",
+            found=f"r = {config['r']}",
+            fix="the file may be of another save: move it away, and say --lora-alpha",
+        )
+    return {**config, **{key: told[key] for key in ("r", "lora_alpha") if told.get(key) is not None}}
 
 
 def inferred_config(tensors: Mapping[str, TensorSource], prefix: str) -> dict[str, object]:
