@@ -262,6 +262,7 @@ def _check_disjoint(fqn: str, source: TensorSource) -> None:
                     expected="each element in one shard",
                     found=f"offsets {list(piece.offsets)} sizes {list(piece.sizes)} and offsets {list(other.offsets)} "
                     f"sizes {list(other.sizes)} of {other.file.path}",
+                    fix="the files may be of two saves: move away those of the older one, or save the model again",
                 )
         active.append(piece)
 

@@ -23,7 +23,8 @@ _COPY = re.compile(r"(?P<before>best|hf)[_-].*\d|.*\d[_-](?P<after>[a-z]+)")
 def step_index(parts: Sequence[str]) -> int | None:
     """Index of the part of a path that names the global step: the nearest one; None where none does.
 
-    A step 0 inside another step's directory counts nothing: NeMo-RL has Megatron save each of its steps as 0.
+    Of ``checkpoint-5/global_step5``, which name it twice, it is the outer one. A step 0 inside another step's directory
+    counts nothing: NeMo-RL has Megatron save each of its steps as 0.
     """
     found = [index for index, part in enumerate(parts) if STEP_NAME.search(part)]
     if not found:
@@ -31,7 +32,9 @@ def step_index(parts: Sequence[str]) -> int | None:
     nearest = found[-1]
     if _number(parts[nearest]) == 0:
         above = [i for i in found[:-1] if nearest - i <= _LEVELS_ABOVE and _WHOLE_STEP_NAME.fullmatch(parts[i])]
-        return above[-1] if above else nearest
+        nearest = above[-1] if above else nearest
+    while nearest - 1 in found and _number(parts[nearest - 1]) == _number(parts[nearest]):
+        nearest -= 1
     return nearest
 
 
