@@ -169,6 +169,7 @@ def test_step_numbers_are_read_from_the_names_that_trainers_give(name: str, step
         ("hf-5", "my-run/step-5/hf"),
         ("checkpoint-5-merged", "my-run/step-5/merged"),
         ("weights/step_5", "weights/step-5"),
+        ("default/epoch0epochstep5globalstep5", "my-run/step-5"),
         ("checkpoint-5/global_step5", "my-run/step-5"),
         ("checkpoint-5/iter_0000005", "my-run/step-5"),
         ("checkpoint-4/global_step5", "checkpoint-4/step-5"),

@@ -80,6 +80,8 @@ def test_verls_saves_of_optimizer_and_random_state_beside_the_model_are_no_check
     (critic / "transformer_config.json").write_text('{"num_layers": 4}')
     (location,) = find_below(tmp_path / "run")
     assert (location.path, location.root, location.role) == (critic / "model" / "dist_ckpt", critic, "critic")
+    assert FORMAT.check(location).state == "in-progress"
+    (critic / "ckpt_contents.json").write_text("{}")
     assert FORMAT.check(location).state == "complete"
     manifest = FORMAT.read(location, ReadOptions())
     assert set(manifest.tensors) == set(hf)

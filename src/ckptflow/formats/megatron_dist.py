@@ -9,6 +9,7 @@ trace in global tensors (https://github.com/NVIDIA/Megatron-LM/tree/main/megatro
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from ckptflow.formats.dcp_metadata import DcpMetadata
 from ckptflow.formats.dcp_records import DcpFiles
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, file_args
+from ckptflow.formats.run_tracker import TRUSTED_SECONDS
 from ckptflow.formats.state_names import MEGATRON_DIRECTORY, is_state_directory
-from ckptflow.formats.verdicts import refused
+from ckptflow.formats.verdicts import newest_mtime, refused
 from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, LeftOut, Mesh
 from ckptflow.tensors import TensorSource, concatenate, unbind
@@ -38,6 +40,8 @@ from ckptflow.transforms.megatron_names import NO_WEIGHTS, describe, to_huggingf
 
 DIRECTORY = MEGATRON_DIRECTORY
 MODEL_PART = "model"
+# verl's list of what is in such parts.
+CONTENTS = "ckpt_contents.json"
 BACKEND = "metadata.json"
 COMMON = "common.pt"
 # Newer versions save the same as one object among the others of the DCP directory.
@@ -82,7 +86,10 @@ class MegatronDistCheckpoint:
         def holds_args(metadata: DcpMetadata) -> None:
             _args(metadata, location.path, location.root)
 
-        return completeness(location.path, location.root, holds_args)
+        verdict = completeness(location.path, location.root, holds_args)
+        if verdict.state == "complete" and _lacks_contents(location):
+            return Completeness(state="in-progress", reason=f"{CONTENTS}, which verl writes last, is not there yet")
+        return verdict
 
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """The model under transformers' names, as windows on Megatron's tensors."""
@@ -140,7 +147,8 @@ def _check_backend(directory: Path) -> None:
         raise IncompleteCheckpointError(
             "the checkpoint has no metadata.json, which Megatron writes last",
             file=directory,
-            fix="wait until the save is done; a save that was killed can't be read",
+            fix="wait until the save is done; a save that was killed can't be read, nor can --ckpt-format torch_dcp and "
+            "fsdp_dtensor, which write none: let Megatron save it with torch_dist",
         ) from error
     if backend != "torch_dist":
         raise UnsupportedCheckpointError(
@@ -160,6 +168,14 @@ def _root_of(directory: Path) -> Path:
     role = part.parent
     in_parts = STEP_DIRECTORY.search(role.parent.name) or (role / TRANSFORMER_CONFIG).is_file()
     return role if part.name == MODEL_PART and in_parts else part
+
+
+def _lacks_contents(location: Location) -> bool:
+    """Whether a save in parts has no list of them yet: config and tokenizer may not be there either."""
+    in_parts = location.path.parent.parent == location.root and location.path.parent.name == MODEL_PART
+    if not in_parts or (location.root / CONTENTS).exists():
+        return False
+    return time.time() - newest_mtime(location.path) < TRUSTED_SECONDS
 
 
 def _args(metadata: DcpMetadata, directory: Path, root: Path) -> tuple[Mapping[str, Any], str]:

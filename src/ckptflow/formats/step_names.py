@@ -16,6 +16,8 @@ _LEVELS_ABOVE = 3
 # What trainers of reinforcement learning call the models that they train at the same time: verl, NeMo-RL, OpenRLHF
 # (_actor), ROLL (actor_train).
 _ROLE = re.compile(r"_?(?P<role>actor|critic|policy|value|ref|reference|reward)(?:_(?:train|model))?")
+# Directories between the run's and the steps' that name neither; AReaL calls its only model "default".
+_BETWEEN = ("checkpoint", "checkpoints", "default")
 # A second copy of a step, beside the first: global_step5_hf, checkpoint-5-merged, hf-5, best_global_step5.
 _COPY = re.compile(r"(?P<before>best|hf)[_-].*\d|.*\d[_-](?P<after>[a-z]+)")
 
@@ -62,7 +64,7 @@ def role_of(path: Path) -> str | None:
 
 def run_index(parts: Sequence[str], step: int) -> int | None:
     """Index of the part that names the run, above the step at index ``step``; None where none is left."""
-    names = [i for i in range(1, step) if parts[i] not in ("checkpoint", "checkpoints")]
+    names = [i for i in range(1, step) if parts[i] not in _BETWEEN]
     if names and names[-1] == step - 1 and len(names) > 1 and _ROLE.fullmatch(parts[step - 1]):
         names.pop()
     return names[-1] if names else None
