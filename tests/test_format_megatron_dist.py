@@ -91,6 +91,22 @@ def test_verls_saves_of_optimizer_and_random_state_beside_the_model_are_no_check
         FORMAT.read(location, ReadOptions())
 
 
+def test_an_adapter_in_megatrons_names_is_refused_with_the_way_to_the_one_in_pefts(tmp_path: Path) -> None:
+    config = config_of("llama")
+    adapter = {"decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight": torch.ones(4, 2, 8)}
+    actor = tmp_path / "global_step_5" / "actor"
+    out = save(adapter, actor / "model" / "dist_ckpt", config)
+    with pytest.raises(UnsupportedCheckpointError, match="an adapter in Megatron's names") as error:
+        read(out)
+    assert "Megatron-Bridge" in str(error.value.fix)
+    exported = actor / "model" / "huggingface" / "adapter"
+    exported.mkdir(parents=True)
+    (exported / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedCheckpointError) as error:
+        read(out)
+    assert str(exported) in str(error.value.fix)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied", "mixtral"])
 def test_a_model_inside_nemos_wrapper_is_that_model(tmp_path: Path, family: str) -> None:
     config = config_of(family)

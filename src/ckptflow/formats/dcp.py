@@ -105,8 +105,8 @@ def _check_not_megatrons(fqns: Iterable[str], directory: Path) -> None:
             tensor=found,
             expected="metadata.json with sharded_backend, and common.pt where older versions saved",
             found=", ".join(list_names(directory)[:8]),
-            fix="copy them from where the checkpoint was saved; --ckpt-format torch_dcp and fsdp_dtensor write none: let "
-            "Megatron save it with torch_dist",
+            fix="copy them from where it was saved; --ckpt-format torch_dcp and fsdp_dtensor write none: let Megatron "
+            "save it with torch_dist",
         )
 
 

@@ -28,6 +28,7 @@ from ckptflow.formats.dcp_metadata import DcpMetadata
 from ckptflow.formats.dcp_records import DcpFiles
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, file_args
+from ckptflow.formats.peft_config import CONFIG_NAME as PEFT_CONFIG
 from ckptflow.formats.run_tracker import TRUSTED_SECONDS
 from ckptflow.formats.state_names import MEGATRON_DIRECTORY, is_state_directory
 from ckptflow.formats.verdicts import newest_mtime, refused
@@ -55,6 +56,7 @@ STACKED = re.compile(r"decoder\.layers\.(?P<rest>(?!\d+\.).+)")
 LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 EXPERTS = re.compile(r"mlp\.experts\.experts\.(?P<rest>(?!\d+\.).+)")
 EXPERT = re.compile(r"mlp\.experts\.experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+ADAPTER = re.compile(r"\.adapter\.linear_(?:in|out)\.")
 
 
 class MegatronDistCheckpoint:
@@ -100,6 +102,7 @@ class MegatronDistCheckpoint:
         check_one_save(metadata, directory, DcpFiles(directory, root))
         config = read_config(needed_config_dir(directory, root, options, WHY_CONFIG))
         files = DcpFiles(directory, root)
+        _check_no_adapter(metadata, directory, root)
         tree = _tree(metadata, files, directory)
         output = tree.get("output_layer.weight")
         model = describe(config, output.shape[0] if output and output.shape else None)
@@ -147,7 +150,7 @@ def _check_backend(directory: Path) -> None:
         raise IncompleteCheckpointError(
             "the checkpoint has no metadata.json, which Megatron writes last",
             file=directory,
-            fix="wait until the save is done; a save that was killed can't be read, nor can --ckpt-format torch_dcp and "
+            fix="wait until the save is done; one that was killed can't be read, nor can --ckpt-format torch_dcp and "
             "fsdp_dtensor, which write none: let Megatron save it with torch_dist",
         ) from error
     if backend != "torch_dist":
@@ -199,6 +202,22 @@ def _common_args(metadata: DcpMetadata, directory: Path, root: Path) -> tuple[Ma
         return file_args(file.path, offset=record.offset_bytes, length=record.nbytes), file.path
     common = checked_file(directory / COMMON, root)
     return file_args(common.path), common.path
+
+
+def _check_no_adapter(metadata: DcpMetadata, directory: Path, root: Path) -> None:
+    """LoRA in Megatron's names, mostly without the base model; verl exports it beside, in PEFT's names."""
+    found = next((key for key in metadata.tensors if ADAPTER.search(key)), None)
+    if found is None:
+        return
+    exported = next((path.parent for path in sorted(root.rglob(PEFT_CONFIG))), None)
+    raise UnsupportedCheckpointError(
+        "an adapter in Megatron's names",
+        file=directory,
+        tensor=found,
+        fix=f"name the same adapter in PEFT's names: {exported}"
+        if exported
+        else "let Megatron-Bridge export the adapter, or the model with it, to Hugging Face's names",
+    )
 
 
 def _mesh(args: Mapping[str, Any]) -> Mesh | None:
