@@ -14,8 +14,12 @@ _WHOLE_STEP_NAME = re.compile(rf"{_WORDS}(\d+)")
 # How far above a step 0 the directory of the real step may be: step_5/policy/weights/iter_0000000.
 _LEVELS_ABOVE = 3
 # What trainers of reinforcement learning call the models that they train at the same time: verl, NeMo-RL, OpenRLHF
-# (_actor), ROLL (actor_train).
-_ROLE = re.compile(r"_?(?P<role>actor|critic|policy|value|ref|reference|reward)(?:_(?:train|model))?")
+# (_actor), ROLL (actor_train); and the average of the weights beside them.
+_ROLE = re.compile(
+    r"_?(?:model_)?(?P<role>actor|critic|policy|value|ref|reference|reward|ema)(?:_(?:train|model|weights))?"
+)
+# Accelerate numbers the models of one save; the first is the usual one.
+_NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)(?:\.bin)?")
 # Directories between the run's and the steps' that name neither; AReaL calls its only model "default".
 _BETWEEN = ("checkpoint", "checkpoints", "default")
 # A second copy of a step, beside the first: global_step5_hf, checkpoint-5-merged, hf-5, best_global_step5.
@@ -57,8 +61,8 @@ def role_of(path: Path) -> str | None:
         return None
     places = (*path.parts[index + 1 :], path.parts[index - 1])
     role = next((match["role"] for part in places if (match := _ROLE.fullmatch(part))), None)
-    copy = _COPY.fullmatch(path.parts[index])
-    words = [role, *(copy.groups() if copy else ())]
+    copy, number = _COPY.fullmatch(path.parts[index]), _NUMBERED.fullmatch(path.name)
+    words = [role, *(copy.groups() if copy else ()), f"model-{number[1]}" if number else None]
     return "-".join(word for word in words if word) or None
 
 
