@@ -59,7 +59,7 @@ def test_a_weight_that_is_trained_inside_a_wrapper_is_that_weight(tmp_path: Path
     assert torch.equal(torch.from_numpy(read_source(manifest.tensors["w"])), FULL)
 
 
-@pytest.mark.parametrize("save", [of_ranks, of_dcp])
+@pytest.mark.parametrize("save", [of_ranks, of_dcp, of_file])
 def test_the_second_readers_see_the_same_weight(tmp_path: Path, save: Any) -> None:
     with torchaos(CAST) as kept:
         path = save(tmp_path, kept)

@@ -18,7 +18,7 @@ from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
 from ckptflow.validate.reread.base import by_ending, put_together, window_of
-from ckptflow.validate.reread.torch_stubs import load_entry
+from ckptflow.validate.reread.torch_stubs import load_plain, trained_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,7 +126,7 @@ class DcpRereader:
         with open(self._files[place["relative_path"]], "rb") as file:
             file.seek(place["offset"])
             data = io.BytesIO(file.read(place["length"]))
-        return load_entry(data).detach()
+        return trained_values(load_plain(data)).detach()
 
 
 def _mapping(state: Mapping[str, object], name: str) -> Mapping[Any, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptflow.tensors import Shape
 from ckptflow.validate.reread.base import by_ending, window_of
+from ckptflow.validate.reread.torch_stubs import load_plain, trained_values
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +43,10 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         pickle.UnpicklingError, RuntimeError: torch refuses the file, or it holds no dict.
     """
-    import torch
-
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        loaded = load_plain(path, mmap=True)
     except RuntimeError:  # legacy files, not zip, can't be mapped
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = load_plain(path)
     if not isinstance(loaded, dict):
         raise RuntimeError(f"{path.name} holds a {type(loaded).__name__}, not a state dict")
     return dict(named_tensors("", loaded))
@@ -58,7 +57,7 @@ def named_tensors(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield path, value.detach()
+        yield path, trained_values(value).detach()
     elif isinstance(value, (Mapping, list, tuple)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from named_tensors(f"{path}.{key}" if path else str(key), item)

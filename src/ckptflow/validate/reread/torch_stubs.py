@@ -113,24 +113,24 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     return _load(path, [*allowed, *_of_torchao(path, wrapped)])
 
 
-def load_entry(data: BytesIO) -> torch.Tensor:
-    """A tensor that was saved alone.
+def load_plain(source: Path | BytesIO, *, mmap: bool = False) -> Any:
+    """A torch file of nothing but what torch allows, and torchao's classes around weights: see ``trained_values``.
 
     Raises:
-        pickle.UnpicklingError, RuntimeError: torch refuses it.
+        pickle.UnpicklingError, RuntimeError: torch refuses the file.
     """
     import torch
 
     try:
-        entry: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
-        return entry
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError:
-        allowed = _of_torchao(data, _wrapped_tensor())
+        allowed = _of_torchao(source, _wrapped_tensor())
         if not allowed:
             raise
-    data.seek(0)
+    if isinstance(source, BytesIO):
+        source.seek(0)
     with _only_safe_globals(allowed):
-        return trained_values(torch.load(data, map_location="cpu", weights_only=True))
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
 
 
 def _wrapped_tensor() -> type:
