@@ -14,7 +14,7 @@ from ckptflow.cli import main
 from ckptflow.destinations import destination_of
 from ckptflow.discover import by_step, discover
 from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
-from ckptflow.formats.registry import locate
+from ckptflow.formats.registry import check, locate
 from ckptflow.formats.step_names import global_step_of
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.targets import open_target
@@ -153,6 +153,16 @@ def test_a_config_without_weights_is_not_a_model(tmp_path: Path) -> None:
 )
 def test_step_numbers_are_read_from_the_names_that_trainers_give(name: str, step: int | None) -> None:
     assert global_step_of(Path("/data/run") / name) == step
+
+
+def test_a_step_that_its_trainer_marks_as_unfinished_waits_until_the_mark_is_gone(tmp_path: Path) -> None:
+    location = locate(hf_step(tmp_path / "run" / "epoch_0_step_5" / "model"))
+    mark = tmp_path / "run" / "epoch_0_step_5" / ".incomplete"
+    mark.touch()
+    assert check(location).state == "in-progress"
+    assert ".incomplete" in check(location).reason
+    mark.unlink()
+    assert check(location).state == "complete"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from ckptflow.formats.mxnet import MXNetParams
 from ckptflow.formats.peft import PeftAdapter
 from ckptflow.formats.peft_base import with_base_model
 from ckptflow.formats.step_names import STEP_NAME, global_step_of, role_of
+from ckptflow.formats.verdicts import unless_marked
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
 
@@ -190,7 +191,8 @@ def _listing(path: Path, limit: int = 8) -> str:
 def check(location: Location) -> Completeness:
     """Whether the checkpoint is whole."""
     try:
-        return unless_growing(format_of(location.layout).check(location), location.path)
+        verdict = unless_marked(format_of(location.layout).check(location), location.path)
+        return unless_growing(verdict, location.path)
     except (FileNotFoundError, NotADirectoryError) as error:
         return Completeness(state="incomplete", reason=f"{Path(str(error.filename)).name} vanished while it was read")
     except OSError as error:

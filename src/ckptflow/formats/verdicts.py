@@ -13,6 +13,8 @@ from ckptflow.formats.torch_tensors import refuse_placeholders
 # A file that changed this lately says that the writer may still be at work.
 YOUNG_SECONDS = 120
 
+UNFINISHED_MARK = ".incomplete"
+
 
 def refused(error: CheckpointError, path: Path) -> Completeness:
     """What a refusal means for a checkpoint at ``path``, in one line."""
@@ -41,3 +43,14 @@ def check_whole_file(reader: Format, location: Location) -> Completeness:
     except CheckpointError as error:
         return refused(error, location.path)
     return Completeness(state="complete", reason=f"the file is whole and holds {len(manifest.tensors)} tensors")
+
+
+def unless_marked(verdict: Completeness, path: Path) -> Completeness:
+    """The verdict, unless the trainer's own mark says that the step is still being written.
+
+    NeMo Automodel puts it into the step's directory first and takes it away last; one that a killed save left stays.
+    """
+    marked = next((place for place in (path, *list(path.parents)[:2]) if (place / UNFINISHED_MARK).is_file()), None)
+    if verdict.state != "complete" or marked is None:
+        return verdict
+    return Completeness(state="in-progress", reason=f"{UNFINISHED_MARK} in {marked.name}, which is taken away last")
