@@ -18,6 +18,8 @@ _LEVELS_ABOVE = 3
 _ROLE = re.compile(
     r"_?(?:model_)?(?P<role>actor|critic|policy|value|ref|reference|reward|ema)(?:_(?:train|model|weights))?"
 )
+# Directories with a second copy of each step: prime-rl's weights/step_5 beside checkpoints/step_5.
+_COPIES = ("weights", "broadcasts")
 # Accelerate numbers the models of one save; the first is the usual one.
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)(?:\.bin)?")
 # Directories between the run's and the steps' that name neither; AReaL calls its only model "default".
@@ -62,14 +64,16 @@ def role_of(path: Path) -> str | None:
     places = (*path.parts[index + 1 :], path.parts[index - 1])
     role = next((match["role"] for part in places if (match := _ROLE.fullmatch(part))), None)
     copy, number = _COPY.fullmatch(path.parts[index]), _NUMBERED.fullmatch(path.name)
-    words = [role, *(copy.groups() if copy else ()), f"model-{number[1]}" if number else None]
+    apart = path.parts[index - 1] if path.parts[index - 1] in _COPIES else None
+    words = [role, apart, *(copy.groups() if copy else ()), f"model-{number[1]}" if number else None]
     return "-".join(word for word in words if word) or None
 
 
 def run_index(parts: Sequence[str], step: int) -> int | None:
     """Index of the part that names the run, above the step at index ``step``; None where none is left."""
     names = [i for i in range(1, step) if parts[i] not in _BETWEEN]
-    if names and names[-1] == step - 1 and len(names) > 1 and _ROLE.fullmatch(parts[step - 1]):
+    above = parts[step - 1]
+    if len(names) > 1 and names[-1] == step - 1 and (above in _COPIES or _ROLE.fullmatch(above)):
         names.pop()
     return names[-1] if names else None
 
