@@ -165,6 +165,12 @@ def test_a_step_that_its_trainer_marks_as_unfinished_waits_until_the_mark_is_gon
     assert check(location).state == "complete"
 
 
+def test_steps_are_found_as_deep_as_trainers_put_them(tmp_path: Path) -> None:
+    areal = hf_step(tmp_path / "checkpoints/user/experiment/trial/default/epoch0epochstep5globalstep5")
+    nemo_rl = hf_step(tmp_path / "results/project/experiment/step_5/policy/weights/model")
+    assert {found.location.path for found in discover([tmp_path])} == {areal, nemo_rl}
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [
