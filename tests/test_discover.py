@@ -184,6 +184,7 @@ def test_steps_are_found_as_deep_as_trainers_put_them(tmp_path: Path) -> None:
         ("global_step5_hf", "my-run/step-5/hf"),
         ("hf-5", "my-run/step-5/hf"),
         ("checkpoint-5-merged", "my-run/step-5/merged"),
+        ("lightning_logs/version_3/checkpoints/step=5", "my-run-version_3/step-5"),
         ("checkpoints/step_5/trainer", "my-run/step-5"),
         ("weights/step_5", "my-run/step-5/weights"),
         ("step_5/ema", "my-run/step-5/ema"),

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ckptflow.formats.base import Location
-from ckptflow.formats.step_names import run_index, step_index
+from ckptflow.formats.step_names import run_of, step_index
 from ckptflow.hidden import fitted, hidden_beside
 
 PLACEHOLDER = re.compile(r"\{(run|step|role)\}")
@@ -25,8 +25,7 @@ def run_name(location: Location) -> str:
     step = step_index(parts)
     if step is None:
         return location.path.parent.name or "run"
-    index = run_index(parts, step)
-    return "run" if index is None else parts[index]
+    return run_of(parts, step) or "run"
 
 
 def step_name(location: Location) -> str:

@@ -23,7 +23,8 @@ _COPIES = ("weights", "broadcasts")
 # Accelerate numbers the models of one save; the first is the usual one.
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)(?:\.bin)?")
 # Directories between the run's and the steps' that name neither; AReaL calls its only model "default".
-_BETWEEN = ("checkpoint", "checkpoints", "default")
+_BETWEEN = ("checkpoint", "checkpoints", "default", "lightning_logs")
+_NUMBERED_RUN = re.compile(r"version_\d+")
 # A second copy of a step, beside the first: global_step5_hf, checkpoint-5-merged, hf-5, best_global_step5.
 _COPY = re.compile(r"(?P<before>best|hf)[_-].*\d|.*\d[_-](?P<after>[a-z]+)")
 
@@ -69,13 +70,19 @@ def role_of(path: Path) -> str | None:
     return "-".join(word for word in words if word) or None
 
 
-def run_index(parts: Sequence[str], step: int) -> int | None:
-    """Index of the part that names the run, above the step at index ``step``; None where none is left."""
-    names = [i for i in range(1, step) if parts[i] not in _BETWEEN]
+def run_of(parts: Sequence[str], step: int) -> str | None:
+    """Name of the run, above the step at index ``step``; None where none is left.
+
+    Lightning numbers the runs of a project, ``lightning_logs/version_0``: the name above belongs to it.
+    """
+    names = [part for part in parts[1:step] if part not in _BETWEEN]
     above = parts[step - 1]
-    if len(names) > 1 and names[-1] == step - 1 and (above in _COPIES or _ROLE.fullmatch(above)):
+    if len(names) > 1 and names[-1] == above and (above in _COPIES or _ROLE.fullmatch(above)):
         names.pop()
-    return names[-1] if names else None
+    if not names:
+        return None
+    is_numbered = _NUMBERED_RUN.fullmatch(names[-1]) and len(names) > 1
+    return "-".join(names[-2:]) if is_numbered else names[-1]
 
 
 def _number(part: str) -> int | None:
