@@ -110,7 +110,13 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     for placement in PLACEMENTS:
         stub = _placement(placement)
         allowed += [(stub, f"{module}.{placement}") for module in PLACEMENT_MODULES]
-    return _load(path, [*allowed, *_of_torchao(path, wrapped)])
+    try:
+        return _load(path, allowed)
+    except pickle.UnpicklingError:
+        of_torchao = _of_torchao(path, wrapped)
+        if not of_torchao:
+            raise
+    return _load(path, [*allowed, *of_torchao])
 
 
 def load_plain(source: Path | BytesIO, *, mmap: bool = False) -> Any:
