@@ -25,6 +25,7 @@ from ckptflow.request import ConvertRequest, check_named
 from ckptflow.tensors import check_tiling
 from ckptflow.transforms.adapters import plan_adapter
 from ckptflow.transforms.cast import cast
+from ckptflow.transforms.code_bases.rename import use_names_of_transformers
 from ckptflow.transforms.config_fit import check_fits_config, check_layers
 from ckptflow.transforms.experts import split_experts
 from ckptflow.transforms.prefix import without_wrapper_prefix
@@ -111,7 +112,9 @@ def plan_conversion(request: ConvertRequest) -> Conversion:
     config = read_config(config_dir)
     plan, adapter_files = plan_adapter(plan_from_manifest(manifest), manifest, request, config)
     stem = "adapter_model" if adapter_files else "model"
-    plan = plan if adapter_files else split_experts(use_saved_names(plan, config), config)
+    if not adapter_files:
+        plan = use_names_of_transformers(plan, config, config_dir, location.path)
+        plan = split_experts(use_saved_names(plan, config), config)
     plan = cast(resolve_ties(plan, config), request.dtype, request.keep_dtype)
     config, notes = with_quantization_of(plan, config)
     plan = replace(plan, notes=(*plan.notes, *(() if adapter_files else notes)))

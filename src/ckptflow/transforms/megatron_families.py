@@ -29,6 +29,7 @@ from ckptflow.transforms.megatron_rules import (
     qkv,
     router,
 )
+from ckptflow.transforms.sparse_layers import all_sparse, deepseek_sparse, none_sparse, qwen_sparse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +50,9 @@ class Family:
     attention: tuple[Rule, ...]
     dense: tuple[Rule, ...]
     moe: tuple[Rule, ...] = ()
-    is_moe_layer: Callable[[Config, int], bool] = lambda config, layer: False
+    is_moe_layer: Callable[[Config, int], bool] = none_sparse
     zero_centered_norms: bool = False
     tied_by_default: bool = False
-
-
-def _qwen_sparse(config: Config, layer: int) -> bool:
-    # transformers: Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer.
-    step = int(config.get("decoder_sparse_step") or 1)
-    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
-
-
-def _deepseek_sparse(config: Config, layer: int) -> bool:
-    frequency = int(config.get("moe_layer_freq") or 1)
-    return layer >= int(config.get("first_k_dense_replace") or 0) and layer % frequency == 0
 
 
 FAMILIES = (
@@ -99,14 +89,14 @@ FAMILIES = (
                 shape=("one", "hidden"),
             ),
         ),
-        is_moe_layer=_qwen_sparse,
+        is_moe_layer=qwen_sparse,
     ),
     Family(
         model_types=("qwen3_moe",),
         attention=(*ATTENTION, *QK_NORMS, *OPTIONAL_BIASES),
         dense=DENSE,
         moe=QWEN_MOE,
-        is_moe_layer=_qwen_sparse,
+        is_moe_layer=qwen_sparse,
     ),
     Family(
         model_types=("mixtral",),
@@ -116,22 +106,22 @@ FAMILIES = (
             router("block_sparse_moe.gate"),
             *gated(EXPERT, "block_sparse_moe.experts.{expert}", "expert_ffn", ("w1", "w3", "w2")),
         ),
-        is_moe_layer=lambda config, layer: True,
+        is_moe_layer=all_sparse,
     ),
-    Family(model_types=("deepseek_v2",), attention=MLA, dense=DENSE, moe=DEEPSEEK_MOE, is_moe_layer=_deepseek_sparse),
+    Family(model_types=("deepseek_v2",), attention=MLA, dense=DENSE, moe=DEEPSEEK_MOE, is_moe_layer=deepseek_sparse),
     Family(
         model_types=("deepseek_v3", "kimi_k2"),
         attention=MLA,
         dense=DENSE,
         moe=(*DEEPSEEK_MOE, EXPERT_BIAS),
-        is_moe_layer=_deepseek_sparse,
+        is_moe_layer=deepseek_sparse,
     ),
     Family(
         model_types=("glm4_moe",),
         attention=(*ATTENTION, qkv("bias", when=ATTENTION_BIAS), *qk_norms(QK_NORM)),
         dense=DENSE,
         moe=(*DEEPSEEK_MOE, EXPERT_BIAS),
-        is_moe_layer=_deepseek_sparse,
+        is_moe_layer=deepseek_sparse,
     ),
     Family(
         model_types=("gemma",),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptflow.errors import InconsistentCheckpointError, UsageError
+from ckptflow.formats.config_files import read_config
 from ckptflow.manifest import CheckpointManifest, LeftOut
 from ckptflow.tensors import Shape
+from ckptflow.transforms.code_bases.registry import recognise
 
 if TYPE_CHECKING:
     from ckptflow.validate.skeleton import Skeleton
@@ -92,6 +95,9 @@ def without_wrapper_prefix(manifest: CheckpointManifest) -> CheckpointManifest:
         return manifest
     if manifest.config_dir is None:
         return _without_config(manifest)
+    of_code_base = _code_base_model(manifest, manifest.config_dir)
+    if of_code_base is not None:
+        return of_code_base
     from ckptflow.validate.skeleton import describe_model
 
     skeleton = describe_model(manifest.config_dir)
@@ -108,6 +114,17 @@ def without_wrapper_prefix(manifest: CheckpointManifest) -> CheckpointManifest:
         note = f"names are kept as they are, but config.json describes a model with {error.tensor}, which is not here"
         return replace(manifest, notes=(*manifest.notes, note))
     return manifest if keeps_names and not prefix else _renamed(manifest, prefix, {*model, *skeleton.tied})
+
+
+def _code_base_model(manifest: CheckpointManifest, config_dir: Path) -> CheckpointManifest | None:
+    """A model under the names of another code base that has a table for its family; None where there is none."""
+    names = [*manifest.tensors, *manifest.ties]
+    known = recognise(names)
+    if known is None or known[0].family(read_config(config_dir)) is None:
+        return None
+    prefix = known[1]
+    inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return _renamed(manifest, prefix, inside) if prefix else manifest
 
 
 def _may_keep_names(manifest: CheckpointManifest, fqns: Iterable[str]) -> bool:
