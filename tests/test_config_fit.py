@@ -21,24 +21,24 @@ from ckptflow.request import ConvertRequest
 from rank_writer import mesh_of, save_ranks, sharded
 
 Weights = dict[str, torch.Tensor]
-# https://github.com/pytorch/torchtitan (models/llama3/state_dict_adapter.py)
-TORCHTITAN = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
+# https://github.com/allenai/OLMo-core (src/olmo_core/nn/hf/convert.py)
+OLMO_CORE = {
+    "model.embed_tokens": "embeddings",
+    "model.norm": "lm_head.norm",
+    "lm_head": "lm_head.w_out",
+    "model.layers": "blocks",
+    "self_attn.q_proj": "attention.w_q",
+    "self_attn.k_proj": "attention.w_k",
+    "self_attn.v_proj": "attention.w_v",
+    "self_attn.o_proj": "attention.w_out",
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
     "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
+    "post_attention_layernorm": "feed_forward_norm",
 }
-# https://github.com/Lightning-AI/litgpt (litgpt/scripts/convert_lit_checkpoint.py): the head has transformers' name.
-LITGPT = {
+# As litgpt's, but with q, k and v apart: the head has transformers' name.
+LIKE_LITGPT = {
     "model.embed_tokens": "transformer.wte",
     "model.norm": "transformer.ln_f",
     "model.layers": "transformer.h",
@@ -93,7 +93,7 @@ def config(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("names", [TORCHTITAN, LITGPT], ids=["torchtitan", "litgpt"])
+@pytest.mark.parametrize("names", [OLMO_CORE, LIKE_LITGPT], ids=["olmo-core", "like litgpt"])
 @pytest.mark.parametrize("save", [as_dcp, as_torch_file, as_rank_files])
 def test_names_of_another_code_base_are_refused_beside_a_config_and_kept_without_one(
     tmp_path: Path, config: Path, names: Mapping[str, str], save: Callable[[Weights, Path], Path]
@@ -103,7 +103,7 @@ def test_names_of_another_code_base_are_refused_beside_a_config_and_kept_without
     with pytest.raises(InconsistentCheckpointError, match=r"not those of the model that config\.json describes"):
         convert(ConvertRequest(path=source, out=tmp_path / "out", config_dir=config))
     assert not (tmp_path / "out").exists()
-    if save is not as_rank_files or names is TORCHTITAN:
+    if save is not as_rank_files or names is OLMO_CORE:
         record = convert(ConvertRequest(path=source, out=tmp_path / "kept"))
         assert set(record["tensors"]) == set(weights)
 

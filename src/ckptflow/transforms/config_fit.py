@@ -1,7 +1,8 @@
 """Whether the tensors can be the model of config.json: names of another code base, and layers that are not here.
 
 torchtitan, torchtune, OLMo-core, litgpt and others train models of their own, with names of their own, and some order
-rows of q and k differently. Under such names transformers loads a model of random weights, with a warning only.
+rows of q and k differently. Under such names transformers loads a model of random weights, with a warning only. Those
+that ``code_bases`` has tables for are renamed before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError, VerificationError
 from ckptflow.plan import ConsolidationPlan
+from ckptflow.transforms.code_bases.registry import recognise, tables_of
 
 # Names of most language models in transformers. They need no question to it, which takes seconds; verify asks it.
 FAMILIAR = re.compile(r"(?:^|\.)(?:embed_tokens\.weight|self_attn\.(?:q|k|v|o|qkv)_proj\.weight)$")
@@ -86,12 +88,14 @@ def check_fits_config(plan: ConsolidationPlan, config_dir: Path, path: Path) -> 
     loading, needed = skeleton.loading, set(skeleton.live_names) - set(skeleton.tied)
     if loading is None or 2 * len(loading.missing) <= len(needed) or 2 * len(loading.unexpected) <= len(tensors):
         return
+    known = recognise(tensors)
+    whose = "" if known is None else f"; they are those of {known[0].name}, with tables for {tables_of(known[0])}"
     raise InconsistentCheckpointError(
         "the names of the tensors are not those of the model that config.json describes",
         file=path,
         tensor=loading.unexpected[0],
         expected=f"{loading.missing[0]} and {len(loading.missing) - 1} others of {skeleton.architecture}",
-        found=f"{len(loading.unexpected)} names that transformers does not know, of {len(tensors)}",
+        found=f"{len(loading.unexpected)} names that transformers does not know, of {len(tensors)}{whose}",
         fix="let the trainer export the model to Hugging Face's names (torchtitan: last_save_in_hf, or "
         "scripts/checkpoint_conversion): rows of q and k may lie in another order too. Names are kept where no "
         "config.json is",

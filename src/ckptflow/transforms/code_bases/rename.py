@@ -44,11 +44,10 @@ def use_names_of_transformers(
     """
     known = recognise([*(tensor.fqn for tensor in plan.tensors), *plan.ties])
     family = None if known is None else known[0].family(config)
-    if known is None or family is None or known[1] or config_dir is None:
+    if known is None or family is None or config_dir is None or any(tensor.fold for tensor in plan.tensors):
         return plan
-    if any(tensor.fold is not None for tensor in plan.tensors):
-        return plan
-    renamed = _Renaming(known[0], family, config, plan, path).run()
+    code_base, prefix = known
+    renamed = _Renaming(code_base, prefix, family, config, plan, path).run()
     check_whole_model(renamed, config_dir, path)
     return renamed
 
@@ -64,8 +63,11 @@ class _Found:
 class _Renaming:
     """One plan under way to transformers' names."""
 
-    def __init__(self, code_base: CodeBase, family: Family, config: Config, plan: ConsolidationPlan, path: Path):
-        self._code_base, self._family, self._config, self._plan, self._path = code_base, family, config, plan, path
+    def __init__(
+        self, code_base: CodeBase, prefix: str, family: Family, config: Config, plan: ConsolidationPlan, path: Path
+    ):
+        self._code_base, self._prefix, self._family = code_base, prefix, family
+        self._config, self._plan, self._path = config, plan, path
         self._dims = named_dims(config)
         self._found = self._by_spelling()
         self._used: set[str] = set()
@@ -93,7 +95,8 @@ class _Renaming:
         sources |= {alias: sources[owner] for alias, owner in self._plan.ties.items() if owner in sources}
         found: dict[str, _Found] = {}
         for fqn, source in sources.items():
-            other = found.setdefault(self._code_base.spelled(fqn), _Found(fqn, source))
+            name = self._code_base.spelled(fqn.removeprefix(self._prefix))
+            other = found.setdefault(name, _Found(fqn, source))
             if other.fqn != fqn:
                 raise InconsistentCheckpointError(
                     "two tensors for one parameter",
@@ -109,10 +112,6 @@ class _Renaming:
         for refusal in self._family.refused:
             if refusal.applies(self._config, names):
                 raise UnsupportedCheckpointError(refusal.what, file=self._path, found=refusal.found, fix=refusal.fix)
-        if self._dims["head"] % 2:
-            raise UnsupportedCheckpointError(
-                "rotary pairs of an odd number of rows", file=self._path, found=f"head_dim {self._dims['head']}"
-            )
 
     def _made(self, wanted: Wanted) -> Iterator[PlannedTensor]:
         parts = [self._take(own, wanted) for own in wanted.own]
@@ -170,6 +169,10 @@ class _Renaming:
         if wanted.order != "kept":
             self._orders.add(wanted.order)
         if wanted.order == "pairs":
+            if dims["head"] % 2:
+                raise UnsupportedCheckpointError(
+                    "rotary pairs of an odd number of rows", file=self._path, found=f"head_dim {dims['head']}"
+                )
             source = pairs_to_halves(source, dims["head"])
         elif wanted.order == "groups":
             source = groups_to_blocks(source, *groups)
@@ -207,7 +210,8 @@ class _Renaming:
         for name, found in self._found.items():
             if name in self._used:
                 continue
-            reason = next((why for pattern, why in self._code_base.left_out if pattern.search(found.fqn)), None)
+            bare = found.fqn.removeprefix(self._prefix)
+            reason = next((why for pattern, why in self._code_base.left_out if pattern.search(bare)), None)
             if reason is None and self._family.balancing is not None and name.endswith(self._family.balancing):
                 reason = self._balancing(found)
             if reason is None:

@@ -10,8 +10,10 @@ from ckptflow.formats.config_files import read_config
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import PlannedTensor
 from ckptflow.tensors import Shape
+from ckptflow.transforms.code_bases.registry import recognise
 from ckptflow.validate.reread import pieces
 from ckptflow.validate.reread.base import Rereader, UncoveredError
+from ckptflow.validate.reread.code_bases import CodeBaseRereader
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.dcp_hf import DcpHuggingFaceRereader
 from ckptflow.validate.reread.deepspeed import reread_deepspeed
@@ -38,7 +40,9 @@ class SourceReader:
     def __init__(self, manifest: CheckpointManifest) -> None:
         self._manifest = manifest
         rereader, self.note = _open(manifest)
-        self._rereader = None if rereader is None else ExpertsRereader(rereader)
+        self._rows = None if rereader is None else _rows_of_code_base(rereader, manifest)
+        inner = self._rows or rereader
+        self._rereader = None if inner is None else ExpertsRereader(inner)
         self.independent: set[str] = set()
         self.by_manifest: set[str] = set()
 
@@ -54,6 +58,9 @@ class SourceReader:
         """The second reader's name for the tensor; None where it is made of parts of others, or there is no reader."""
         if self._rereader is None:
             return None
+        if self._rows is not None and tensor.fqn not in tensor.source_fqns:
+            name = self._rows.name_for(tensor.source_fqns, tensor.fqn)
+            return name if name is not None and self._rows.shape(name) == tensor.shape else None
         for fqn in tensor.source_fqns:
             if self._manifest.tensors.get(fqn) == tensor.source and self._rereader.shape(fqn) == tensor.shape:
                 return fqn
@@ -69,6 +76,12 @@ class SourceReader:
             return self._rereader.read(name, offsets, sizes)
         self.by_manifest.add(tensor.fqn)
         return pieces.read_box(tensor.fqn, tensor.source, offsets, sizes)
+
+
+def _rows_of_code_base(rereader: Rereader, manifest: CheckpointManifest) -> CodeBaseRereader | None:
+    if manifest.config_dir is None or recognise(manifest.tensors) is None:
+        return None
+    return CodeBaseRereader(rereader, read_config(manifest.config_dir))
 
 
 def _open(manifest: CheckpointManifest) -> tuple[Rereader | None, str | None]:
