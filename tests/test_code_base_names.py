@@ -222,6 +222,25 @@ def test_a_config_that_the_code_bases_model_can_not_have_is_refused(
     assert message in str(refused.value)
 
 
+def test_a_litgpt_model_whose_own_config_interleaves_pairs_is_refused(tmp_path: Path) -> None:
+    config = config_of("llama")
+    saved = saved_model(config, tmp_path / "config")
+    source = as_file(as_litgpt(dict(saved), config), tmp_path / "run")
+    (tmp_path / "run" / "model_config.yaml").write_text("name: tiny\nrope_interleave: true\n")
+    with pytest.raises(UnsupportedCheckpointError, match="rotary pairs lie side by side"):
+        run(source, tmp_path)
+    (tmp_path / "run" / "model_config.yaml").write_text("name: tiny\nrope_interleave: false\n")
+    run(source, tmp_path)
+    assert_same(tmp_path / "out", saved)
+
+
+def test_a_phi_that_turns_a_part_of_its_heads_is_not_torchtunes(tmp_path: Path) -> None:
+    config = config_of("phi3", head_dim=8, partial_rotary_factor=0.5)
+    source = as_file(as_torchtune(saved_model(config, tmp_path / "config"), config), tmp_path / "run")
+    with pytest.raises(UnsupportedCheckpointError, match="turns a part of them"):
+        run(source, tmp_path)
+
+
 def test_square_experts_under_old_names_are_refused(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", moe_intermediate_size=24)
     saved = saved_model(config, tmp_path / "config")

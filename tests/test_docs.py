@@ -25,6 +25,7 @@ from ckptflow.formats.registry import FORMATS
 from ckptflow.inspection import inspect_checkpoint
 from ckptflow.request import ConvertRequest
 from ckptflow.transforms.cast import FP32_GLOBS
+from ckptflow.transforms.code_bases.registry import CODE_BASES
 from ckptflow.transforms.megatron_families import FAMILIES
 from documentation import ROOT
 from retained import age, publish
@@ -415,6 +416,10 @@ def test_the_checkpoint_that_stands_for_a_layout_is_of_that_layout(
 def test_families_and_dtypes_are_those_of_the_code() -> None:
     families = docs.section(FORMATS_PAGE, "Megatron families").partition("Value heads")[0]
     assert set(docs.spans(families)) - {"model_type"} == {name for family in FAMILIES for name in family.model_types}
+    (tables,) = [rows for rows in docs.tables(FORMATS_PAGE.read_text("utf-8")) if rows[0][0] == "Names of"]
+    assert [docs.spans(row[1]) for row in tables[1:]] == [
+        [kind for family in code_base.families for kind in family.model_types] for code_base in CODE_BASES
+    ]
     text = docs.section(FORMATS_PAGE, "Dtypes")
     assert set(docs.spans(text.partition("`--dtype`")[0])) == set(DTYPES)
     assert {span for span in docs.spans(text) if span.startswith("*")} == {glob for glob, _ in FP32_GLOBS}

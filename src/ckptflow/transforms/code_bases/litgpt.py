@@ -3,6 +3,7 @@
 Source: litgpt 0.5.13 and 0.5.4, scripts/convert_lit_checkpoint.py and model.py. Rotary pairs are halves, as in
 transformers. q, k and v are one matrix, ``attn.qkv``, one after another; in 0.5.4 and before it was ``attn.attn``, with
 query groups of [q…, k, v] (``CausalSelfAttention._load_from_state_dict``). Gemma's norms count from one on both sides.
+``rope_interleave`` of litgpt's config puts pairs side by side, which no model does that litgpt comes with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ckptflow.transforms.code_bases.rules import CodeBase, Family, Order, Rule, flagged, same
+from ckptflow.transforms.code_bases.rules import CodeBase, Family, Order, Refusal, Rule, Seen, flagged, same
 from ckptflow.transforms.sparse_layers import all_sparse, qwen_sparse
 
 ENDS = (
@@ -39,6 +40,28 @@ DENSE = (
 )
 JOINED_MLP = Rule(
     own=("mlp.fc_1.weight", "mlp.fc_2.weight"), hf=("mlp.gate_up_proj.weight",), rows=("ffn", "ffn"), rest=("hidden",)
+)
+
+
+MODEL_YAML = "model_config.yaml"
+MAX_YAML_BYTES = 1 << 16
+
+
+def _interleaves(seen: Seen) -> bool:
+    """Whether litgpt's own config says so; litgpt leaves it beside lit_model.pth."""
+    yaml = (seen.path if seen.path.is_dir() else seen.path.parent) / MODEL_YAML
+    if not yaml.is_file():
+        return False
+    with open(yaml, "rb") as file:
+        text = file.read(MAX_YAML_BYTES)
+    return re.search(rb"^rope_interleave:\s*true\b", text, re.MULTILINE | re.IGNORECASE) is not None
+
+
+INTERLEAVED = Refusal(
+    applies=_interleaves,
+    what="a model of litgpt's whose rotary pairs lie side by side: litgpt's own exporter takes them for halves",
+    found=f"rope_interleave: true in {MODEL_YAML}",
+    fix="train with rope_interleave: false",
 )
 
 
@@ -91,6 +114,7 @@ def _neox(own: str, order: Order) -> Family:
         ),
         head=(same("lm_head.weight", "embed_out.weight", "vocab", "hidden"),),
         embedding="gpt_neox.embed_in.weight",
+        refused=(INTERLEAVED,),
         hf_layer="gpt_neox.layers.{layer}.",
     )
 
@@ -108,7 +132,7 @@ def _phi(qkv: Callable[..., Rule]) -> Family:
         dense=(*_biased("mlp.fc", "mlp.fc1", "ffn", "hidden"), *_biased("mlp.proj", "mlp.fc2", "hidden", "ffn")),
         ends=(ENDS[0], *_biased_norm("transformer.ln_f", "model.final_layernorm")),
         head=(*HEAD, same("lm_head.bias", "lm_head.bias", "vocab")),
-        refused=flagged("qk_layernorm"),
+        refused=(*flagged("qk_layernorm"), INTERLEAVED),
     )
 
 
@@ -121,10 +145,11 @@ def _families(own: str, order: Order) -> tuple[Family, ...]:
     )
 
     def family(*kinds: str, layer: tuple[Rule, ...], tied: bool = False, **own: object) -> Family:
-        fields = {"layer": (*layer, OUT), "dense": DENSE, "ends": ENDS, "head": HEAD, "tied_by_default": tied, **own}
+        fields = {"layer": (*layer, OUT), "dense": DENSE, "ends": ENDS, "head": HEAD, "tied_by_default": tied}
+        fields |= {"refused": (INTERLEAVED,), **own}
         return Family(model_types=kinds, **fields)  # type: ignore[arg-type]
 
-    plain = flagged("attention_bias", "mlp_bias")
+    plain = (*flagged("attention_bias", "mlp_bias"), INTERLEAVED)
     old = (
         family("llama", "mistral", layer=(*NORMS, weights), refused=plain),
         family(

@@ -12,7 +12,7 @@ from ckptflow.plan import ConsolidationPlan, PlannedTensor
 from ckptflow.tensors import TensorSource, concatenate, narrow, unbind
 from ckptflow.transforms.code_bases.registry import recognise
 from ckptflow.transforms.code_bases.row_orders import blocks_to_groups, groups_to_blocks, pairs_to_halves
-from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family
+from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Seen
 from ckptflow.transforms.code_bases.wanted import Wanted, wanted_head, wanted_of
 from ckptflow.transforms.code_bases.whole_model import check_whole_model
 from ckptflow.transforms.model_dims import named_dims
@@ -109,8 +109,9 @@ class _Renaming:
 
     def _check_refusals(self) -> None:
         names = frozenset(found.fqn for found in self._found.values())
+        seen = Seen(config=self._config, names=names, path=self._path)
         for refusal in self._family.refused:
-            if refusal.applies(self._config, names):
+            if refusal.applies(seen):
                 raise UnsupportedCheckpointError(refusal.what, file=self._path, found=refusal.found, fix=refusal.fix)
 
     def _made(self, wanted: Wanted) -> Iterator[PlannedTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ckptflow.transforms.sparse_layers import none_sparse
@@ -39,17 +40,32 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What tells that a model is not the tables'.
+
+    Attributes:
+        config: the content of config.json.
+        names: those in the checkpoint.
+        path: the checkpoint; code bases leave files of their own beside it.
+    """
+
+    config: Config
+    names: frozenset[str]
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A model that the tables would convert wrongly.
 
     Attributes:
-        applies: whether a config describes one; names are those in the checkpoint.
+        applies: whether what is seen is one.
         what: one sentence, for people.
         found: what it was seen by.
         fix: what a person can do.
     """
 
-    applies: Callable[[Config, frozenset[str]], bool]
+    applies: Callable[[Seen], bool]
     what: str
     found: str
     fix: str
@@ -139,7 +155,7 @@ def flagged(*keys: str) -> tuple[Refusal, ...]:
     """Refusals of configs that give the model parts which the code base's has not."""
     return tuple(
         Refusal(
-            applies=lambda config, names, key=key: bool(config.get(key)),  # type: ignore[misc]
+            applies=lambda seen, key=key: bool(seen.config.get(key)),  # type: ignore[misc]
             what="the code base's model of this family lacks what config.json asks for",
             found=key,
             fix="name the directory with the right config.json with --config",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Refusal, flagged, pairs, same, stacked
+from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Refusal, Seen, flagged, pairs, same, stacked
 from ckptflow.transforms.sparse_layers import deepseek_sparse, qwen_sparse
 
 ENDS = (
@@ -65,9 +65,9 @@ LATENT = (
 )
 
 
-def _unsaid_and_square(config: Config, names: frozenset[str]) -> bool:
-    width = config.get("moe_intermediate_size")
-    return width == config.get("hidden_size") and any(name.endswith(".moe.experts.w1") for name in names)
+def _unsaid_and_square(seen: Seen) -> bool:
+    width = seen.config.get("moe_intermediate_size")
+    return width == seen.config.get("hidden_size") and any(name.endswith(".moe.experts.w1") for name in seen.names)
 
 
 # Experts of 2025's first versions were stored [experts, in, out], under the names of the later ones.
@@ -78,7 +78,7 @@ TRANSPOSED = Refusal(
     fix="let torchtitan export the model to Hugging Face's names (last_save_in_hf)",
 )
 HALVED = Refusal(
-    applies=lambda config, names: config.get("rope_interleave") is False,
+    applies=lambda seen: seen.config.get("rope_interleave") is False,
     what="torchtitan's rotary pairs lie side by side, and config.json says that they don't",
     found="rope_interleave: false",
     fix="set rope_interleave to true in config.json, transformers' default",

@@ -11,8 +11,9 @@ Gemma 2 has no table: torchtune 0.6.1 reads and writes its MLP's norms swapped (
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from ckptflow.transforms.code_bases.rules import CodeBase, Family, Rule, flagged, pairs, same
+from ckptflow.transforms.code_bases.rules import CodeBase, Family, Refusal, Rule, Seen, flagged, pairs, same
 
 ENDS = (
     same("tok_embeddings.weight", "model.embed_tokens.weight", "vocab", "hidden"),
@@ -53,6 +54,20 @@ JOINED_MLP = Rule(
     own=("mlp.w1.weight", "mlp.w3.weight"), hf=("mlp.gate_up_proj.weight",), rows=("ffn", "ffn"), rest=("hidden",)
 )
 
+
+def _turns_a_part(seen: Seen) -> bool:
+    rope = seen.config.get("rope_parameters")
+    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return seen.config.get("partial_rotary_factor") not in (None, 1.0) or inner not in (None, 1.0)
+
+
+PARTIAL = Refusal(
+    applies=_turns_a_part,
+    what="torchtune's Phi turns all rows of a head, and config.json says that it turns a part of them",
+    found="partial_rotary_factor",
+    fix="name the directory with the right config.json with --config",
+)
+
 TORCHTUNE = CodeBase(
     name="torchtune",
     mark=re.compile(r"(?P<prefix>(?:.+\.)?)layers\.\d+\.sa_norm\.scale"),
@@ -76,6 +91,13 @@ TORCHTUNE = CodeBase(
             refused=flagged("attention_bias"),
         ),
         Family(model_types=("qwen2",), layer=(*NORMS, *HALVED, *OUT), dense=DENSE, ends=ENDS, head=HEAD),
-        Family(model_types=("phi3",), layer=(*NORMS, JOINED_QKV, *OUT), dense=(JOINED_MLP, DOWN), ends=ENDS, head=HEAD),
+        Family(
+            model_types=("phi3",),
+            layer=(*NORMS, JOINED_QKV, *OUT),
+            dense=(JOINED_MLP, DOWN),
+            ends=ENDS,
+            head=HEAD,
+            refused=(PARTIAL,),
+        ),
     ),
 )
