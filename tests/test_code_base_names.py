@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import warnings
@@ -265,6 +266,27 @@ def test_a_tied_head_that_was_trained_apart_is_refused(tmp_path: Path) -> None:
     weights["lm_head.weight"][3, 3] += 1
     with pytest.raises(InconsistentCheckpointError, match="two copies of a tensor differ"):
         run(as_dcp(weights, tmp_path / "run"), tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_on_the_embeddings_storage_is_written_once_where_the_config_ties_it(tied: bool, tmp_path: Path) -> None:
+    saved, weights = llama(tmp_path, tie_word_embeddings=True)
+    config_of("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "config")
+    weights["lm_head.weight"] = weights["tok_embeddings.weight"]
+    run(as_file(weights, tmp_path / "run"), tmp_path)
+    both = {"lm_head.weight": saved["model.embed_tokens.weight"]}
+    assert_same(tmp_path / "out", saved if tied else saved | both)
+
+
+def test_a_tied_head_is_dropped_by_the_familys_default_too(tmp_path: Path) -> None:
+    config = config_of("gemma")
+    saved = saved_model(config, tmp_path / "config")
+    path = tmp_path / "config" / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tie_word_embeddings"}))
+    weights = as_litgpt(dict(saved), config)
+    weights["lm_head.weight"][0, 0] += 1
+    with pytest.raises(InconsistentCheckpointError, match="two copies of a tensor differ"):
+        run(as_file(weights, tmp_path / "run"), tmp_path)
 
 
 def test_tensors_that_become_one_must_have_one_dtype(tmp_path: Path) -> None:
