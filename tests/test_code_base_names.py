@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -168,11 +169,12 @@ def test_rows_in_the_wrong_order_are_found_by_the_proof(
 
 def test_what_is_no_weight_is_left_out_with_a_reason(tmp_path: Path) -> None:
     saved, weights = llama(tmp_path)
-    weights |= {"freqs_cis": torch.ones(4), "layers.0.attention.rope.cache": torch.ones(4)}
+    weights |= {"freqs_cis": torch.ones(4), "rope.freqs": torch.ones(2), "layers.0.attention.rope.cache": torch.ones(4)}
     record = run(as_dcp(weights, tmp_path / "run"), tmp_path)
     assert_same(tmp_path / "out", saved)
     reasons = {entry["name"]: entry["reason"] for entry in record["left_out"]}
-    assert reasons["freqs_cis"] == reasons["layers.0.attention.rope.cache"] == "computed from the config"
+    names = ("freqs_cis", "rope.freqs", "layers.0.attention.rope.cache")
+    assert {reasons[name] for name in names} == {"computed from the config"}
 
 
 def test_the_notes_tell_whose_names_they_were_and_which_rows_moved(tmp_path: Path) -> None:
@@ -249,6 +251,18 @@ def test_square_experts_under_old_names_are_refused(tmp_path: Path) -> None:
     assert_same(tmp_path / "out", saved)
     with pytest.raises(UnsupportedCheckpointError, match="experts are square"):
         run(as_dcp(as_torchtitan(dict(saved), config, new=False), tmp_path / "old"), tmp_path)
+
+
+@pytest.mark.parametrize("absurd", [{"num_experts": 10**7, "num_local_experts": 10**7}, {"num_hidden_layers": 10**4}])
+def test_a_config_of_absurd_sizes_is_refused_soon(absurd: dict[str, int], tmp_path: Path) -> None:
+    config = config_of("qwen3_moe")
+    weights = as_torchtitan(saved_model(config, tmp_path / "config"), config)
+    path = tmp_path / "config" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **absurd}))
+    began = time.monotonic()
+    with pytest.raises(CheckpointError):
+        run(as_dcp(weights, tmp_path / "run"), tmp_path)
+    assert time.monotonic() - began < 20
 
 
 def test_padding_of_the_vocabulary_is_told_and_not_cut(tmp_path: Path) -> None:

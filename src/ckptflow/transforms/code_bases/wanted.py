@@ -29,14 +29,26 @@ class Wanted:
     padded: bool
 
 
-def wanted_of(code_base: CodeBase, family: Family, config: Config, dims: Mapping[str, int]) -> list[Wanted]:
+# More than any model has: a config that claims them would make tables of absurd size.
+MAX_EXPERTS = 10**5
+
+
+def wanted_of(code_base: CodeBase, family: Family, config: Config, dims: Mapping[str, int]) -> Iterator[Wanted]:
     """All but the head, in transformers' order: embedding, layers, final norm.
 
     Raises:
-        UnsupportedCheckpointError: the config doesn't tell a size.
+        UnsupportedCheckpointError: the config doesn't tell a size, or tells an absurd one.
     """
+    if dims["experts"] > MAX_EXPERTS:
+        raise UnsupportedCheckpointError(
+            "config.json tells more experts than any model has",
+            expected=f"at most {MAX_EXPERTS}",
+            found=dims["experts"],
+        )
     embedding, *last = (_filled(rule, dims) for rule in family.ends)
-    return [embedding, *_layers(code_base, family, config, dims), *last]
+    yield embedding
+    yield from _layers(code_base, family, config, dims)
+    yield from last
 
 
 def wanted_head(family: Family, dims: Mapping[str, int]) -> list[Wanted]:
