@@ -20,11 +20,11 @@ from code_base_runs import as_dcp, as_file, assert_same, llama, run
     ("change", "message"),
     [
         (lambda w: w.pop("layers.1.attention.qkv_linear.wk.weight"), "lacks a tensor that the config's model has"),
-        (lambda w: w.update({"layers.0.attention.wq.lora_a.weight": torch.ones(2, 24)}), "tables of torchtitan"),
+        (lambda w: w.update({"layers.0.attention.wq.lora_a.weight": torch.ones(2, 24)}), "merge the adapter"),
         (lambda w: w.update({"output.weight": torch.ones(40, 24)}), "two tensors for one parameter"),
         (lambda w: w.update({"layers.2.ffn_norm.weight": torch.ones(24)}), "tables of torchtitan"),
         (lambda w: w.update({"norm.weight": torch.ones(23)}), "another shape than the config's model"),
-        (lambda w: w.pop("lm_head.weight"), "lacks a tensor that the config's model has"),
+        (lambda w: w.pop("lm_head.weight"), "set tie_word_embeddings to true"),
     ],
     ids=["missing", "lora", "two spellings", "a layer more", "shape", "no head"],
 )
@@ -33,8 +33,9 @@ def test_a_model_that_is_not_the_configs_is_refused(
 ) -> None:
     _, weights = llama(tmp_path)
     change(weights)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as refused:
         run(as_dcp(weights, tmp_path / "run"), tmp_path)
+    assert message in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 

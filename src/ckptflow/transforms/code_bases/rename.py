@@ -18,6 +18,10 @@ from ckptflow.transforms.code_bases.whole_model import check_whole_model
 from ckptflow.transforms.model_dims import named_dims
 
 RIGHT_CONFIG = "name the directory with the right config.json with --config"
+TIE_HEAD = (
+    "set tie_word_embeddings to true in config.json if the model was trained so, or name the right one with --config"
+)
+MERGE_LORA = "merge the adapter in the code base that trained it, and convert what that saves"
 ORDER_NOTES = {
     "pairs": "rows of q and k are put from rotary pairs side by side, as {} has them, into halves",
     "groups": "q, k and v are cut out of fused matrices of query groups, as {} has them",
@@ -137,7 +141,7 @@ class _Renaming:
                 tensor=next(iter(wanted.hf)),
                 expected=f"{own}, as {self._code_base.name} names it",
                 found=self._near(own),
-                fix=RIGHT_CONFIG,
+                fix=TIE_HEAD if own == self._family.head[0].own[0] else RIGHT_CONFIG,
             )
         self._used.add(own)
         shape, expected = found.source.shape, wanted.own[own]
@@ -221,7 +225,7 @@ class _Renaming:
                     file=self._path,
                     tensor=found.fqn,
                     found=f"shape {list(found.source.shape)}",
-                    fix=RIGHT_CONFIG,
+                    fix=MERGE_LORA if "lora" in found.fqn.lower() else RIGHT_CONFIG,
                 )
             yield LeftOut(name=found.fqn, reason=reason, nbytes=found.source.nbytes)
 
