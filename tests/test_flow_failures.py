@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from checkpoints import TINY, WORLD_SIZE, write_fsdp_step
 from ckptflow.destinations import work_lock, work_path
 from ckptflow.formats.registry import locate
-from ckptflow.locks import exclusive
+from ckptflow.locks import exclusive, is_in_use
 from flowcases import everything_about, first_nan, parameters
 from flowruns import FlowLab, finish
 from rank_writer import rank_name
@@ -67,12 +67,13 @@ def test_a_bad_checkpoint_is_refused_with_the_reason_and_leaves_nothing(lab: Flo
 
 def test_a_checkpoint_that_training_deletes_meanwhile_is_not_called_bad(lab: FlowLab, tmp_path: Path) -> None:
     path = write_fsdp_step(tmp_path / "rotated")
-    lock = work_lock(work_path(locate(path)))
+    location = locate(path)
+    lock = work_lock(work_path(location))
     with exclusive(lock):
         process = lab.start(path, (tmp_path / "models").as_uri(), "--no-forward")
-        while not any(run["state_type"] == "RUNNING" for run in lab.runs("post-training rotated step-10")):
+        while not is_in_use(location.path):  # it has found the checkpoint, and waits for the lock
             assert process.poll() is None
-            time.sleep(0.2)
+            time.sleep(0.05)
         shutil.rmtree(path)
     finished = finish(process)
     (outcome,) = finished.outcomes

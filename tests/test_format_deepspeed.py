@@ -19,7 +19,7 @@ from ckptflow.errors import (
 )
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import locate
-from deepspeed_reading import FORMAT, assert_holds, differing, read
+from deepspeed_reading import FIXTURES, FORMAT, assert_holds, differing, read
 from deepspeed_writer import (
     ODD,
     merged,
@@ -387,25 +387,6 @@ def test_mics_is_refused_by_name(tmp_path: Path) -> None:
     write_zero3(tmp_path, two_groups(), 2, ds_config=config)
     with pytest.raises(UnsupportedCheckpointError, match="MiCS"):
         read(tmp_path)
-
-
-FIXTURES = [
-    "ds-autotp2-z1-bf16-w2",
-    "ds-bf16opt-z1-w2",
-    "ds-moe-z1-fp32-ep1-w2",
-    "ds-pipe-z0-fp32-pp2",
-    "ds-universal-z1-bf16-w2",
-    "ds-universal-z3-bf16-w2-flat",
-    "ds-z0-fp32-w2",
-    "ds-z1-bf16-w2",
-    "ds-z2-bf16-w2-frozen",
-    "ds-z2-bf16-w2-tied",
-    "ds-z2-fp32-w3-pad",
-    "ds-z3-bf16-w2",
-    "ds-z3-bf16-w3-frozen-pad",
-    "ds0144-z2-bf16-w3-pad",
-    "trainer-ds-z2-w2",
-]
 
 
 @pytest.mark.parametrize("fixture", FIXTURES)

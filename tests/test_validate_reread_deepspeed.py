@@ -20,7 +20,7 @@ from ckptflow.validate.reread.deepspeed import StatesRereader
 from ckptflow.validate.reread.deepspeed_cut import CutRereader
 from ckptflow.validate.reread.torch_stubs import load_deepspeed_file
 from ckptflow.validate.verify import verify
-from deepspeed_reading import assert_reads, open_states
+from deepspeed_reading import FIXTURES, assert_reads, open_states
 from deepspeed_writer import (
     merged,
     optim_states,
@@ -219,26 +219,7 @@ def test_the_tag_that_is_converted_is_the_one_that_is_read(tmp_path: Path) -> No
     assert torch.equal(load_file(tmp_path / "out-None" / "model.safetensors")["w"], newer["w"])
 
 
-REAL = [
-    "ds-bf16opt-z1-w2",
-    "ds-moe-z1-fp32-ep1-w2",
-    "ds-pipe-z0-fp32-pp2",
-    "ds-universal-z1-bf16-w2",
-    "ds-universal-z3-bf16-w2-flat",
-    "ds-z0-fp32-w2",
-    "ds-z1-bf16-w2",
-    "ds-z2-bf16-w2-frozen",
-    "ds-z2-bf16-w2-tied",
-    "ds-z2-fp32-w3-pad",
-    "ds-z3-bf16-w2",
-    "ds-z3-bf16-w3-frozen-pad",
-    "ds0144-z2-bf16-w3-pad",
-    "ds-autotp2-z1-bf16-w2",
-    "trainer-ds-z2-w2",
-]
-
-
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_real_states_equal_the_masters_of_the_running_engine(fixtures_dir: Path, name: str) -> None:
     (latest,) = (fixtures_dir / name / "input").rglob("latest*")
     assert_reads(
@@ -247,7 +228,7 @@ def test_real_states_equal_the_masters_of_the_running_engine(fixtures_dir: Path,
     )
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", FIXTURES)
 def test_real_folders_are_compared_through_the_second_reader(fixtures_dir: Path, name: str, tmp_path: Path) -> None:
     source = fixtures_dir / name / "input" / ("checkpoint-10" if name.startswith("trainer") else "")
     convert(ConvertRequest(path=source, out=tmp_path / "out", dtype="source"))

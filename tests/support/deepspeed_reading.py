@@ -17,6 +17,24 @@ from ckptflow.validate.reread.deepspeed import reread_deepspeed
 from reading import read_source
 
 FORMAT = DeepSpeedCheckpoint()
+# The checkpoints that DeepSpeed itself wrote.
+FIXTURES = [
+    "ds-autotp2-z1-bf16-w2",
+    "ds-bf16opt-z1-w2",
+    "ds-moe-z1-fp32-ep1-w2",
+    "ds-pipe-z0-fp32-pp2",
+    "ds-universal-z1-bf16-w2",
+    "ds-universal-z3-bf16-w2-flat",
+    "ds-z0-fp32-w2",
+    "ds-z1-bf16-w2",
+    "ds-z2-bf16-w2-frozen",
+    "ds-z2-bf16-w2-tied",
+    "ds-z2-fp32-w3-pad",
+    "ds-z3-bf16-w2",
+    "ds-z3-bf16-w3-frozen-pad",
+    "ds0144-z2-bf16-w3-pad",
+    "trainer-ds-z2-w2",
+]
 
 
 def read(path: Path) -> CheckpointManifest:
