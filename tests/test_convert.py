@@ -35,6 +35,7 @@ from ckptflow.publish.upload import upload
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.structure import check_dtypes
 from ckptflow.validate.verify import open_output
+from validation import flip_bit
 
 LAYERS = 6
 
@@ -163,14 +164,13 @@ def test_a_damaged_output_is_noticed(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(request(model, out))
     victim = out / "model-00002-of-00006.safetensors"
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
+    flip_bit(victim, -1)
+    damaged = victim.read_bytes()
     with pytest.raises(OutputError, match="changed since") as error:
         convert(request(model, out))
     assert victim.name in str(error.value)
     convert(request(model, out, overwrite=True))
-    assert victim.read_bytes() != bytes(content)
+    assert victim.read_bytes() != damaged
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -16,7 +16,7 @@ from ckptflow.validate.reread.base import UncoveredError
 from ckptflow.validate.reread.mxnet import MXNetRereader
 from ckptflow.validate.verify import verify
 from mxnet_writer import FLAGS, V1, V3, Array, array_list, dense, legacy, sparse
-from validation import check_named, raw_bytes, read_whole
+from validation import check_named, flip_bit, raw_bytes, read_whole
 
 SHAPE = (4, 5)
 NUMBERS = np.arange(1, 21, dtype=np.float32).reshape(SHAPE)
@@ -73,8 +73,6 @@ def test_real_files_are_compared_through_it_and_one_wrong_bit_is_found(
     check = check_named(verify(tmp_path / "out", against=source), "values")
     assert (check.status, check.figures["source read through"]) == ("passed", MXNetRereader.how)
     (weights,) = (tmp_path / "out").glob("*.safetensors")
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_bit(weights, -1)
     check = check_named(verify(tmp_path / "out", against=source), "values")
     assert (check.status, check.figures["differing elements"]) == ("failed", 1)

@@ -20,7 +20,6 @@ from ckptflow.transforms.megatron_rules import (
     QK_NORM,
     QK_NORMS,
     QWEN_MOE,
-    Config,
     Rule,
     bias,
     flag,
@@ -29,6 +28,7 @@ from ckptflow.transforms.megatron_rules import (
     qkv,
     router,
 )
+from ckptflow.transforms.model_dims import Config
 from ckptflow.transforms.sparse_layers import all_sparse, deepseek_sparse, none_sparse, qwen_sparse
 
 

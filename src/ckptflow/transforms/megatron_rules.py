@@ -6,12 +6,11 @@ pairs as in Megatron-Bridge (https://github.com/NVIDIA-NeMo/Megatron-Bridge) and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-Config = Mapping[str, Any]
-Condition = Callable[[Config], bool]
+from ckptflow.transforms.model_dims import Condition, Config
+
 Kind = Literal["copy", "qkv", "gate_up", "vocab"]
 
 

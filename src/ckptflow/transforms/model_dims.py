@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptflow.errors import CorruptFileError
+
+Config = Mapping[str, Any]
+Condition = Callable[[Config], bool]
 
 # More layers, experts or rows than any model has: a config that claims them would make tables of absurd size.
 MAX_DIM = 10**7
 MAX_LAYERS = 10**4
 
 
-def named_dims(config: Mapping[str, Any]) -> dict[str, int]:
+def named_dims(config: Config) -> dict[str, int]:
     """Sizes in elements, such as ``hidden``, ``qkv`` and ``2*ffn``; only those that the config tells.
 
     Raises:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-Config = Mapping[str, Any]
+from ckptflow.transforms.model_dims import Config
 
 
 def none_sparse(config: Config, layer: int) -> bool:

@@ -12,10 +12,10 @@ from ckptflow.plan import ConsolidationPlan, PlannedTensor
 from ckptflow.tensors import TensorSource, concatenate, narrow, unbind
 from ckptflow.transforms.code_bases.registry import recognise
 from ckptflow.transforms.code_bases.row_orders import blocks_to_groups, groups_to_blocks, pairs_to_halves
-from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Seen
+from ckptflow.transforms.code_bases.rules import CodeBase, Family, Seen
 from ckptflow.transforms.code_bases.wanted import Wanted, wanted_head, wanted_of
 from ckptflow.transforms.code_bases.whole_model import check_whole_model
-from ckptflow.transforms.model_dims import named_dims
+from ckptflow.transforms.model_dims import Config, named_dims
 
 RIGHT_CONFIG = "name the directory with the right config.json with --config"
 TIE_HEAD = (

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from ckptflow.transforms.model_dims import Condition, Config
 from ckptflow.transforms.sparse_layers import none_sparse
 
-Config = Mapping[str, Any]
-Condition = Callable[[Config], bool]
 Order = Literal["kept", "pairs", "groups", "to groups"]
 
 

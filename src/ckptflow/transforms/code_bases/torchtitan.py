@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 
-from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Refusal, Seen, flagged, pairs, same, stacked
+from ckptflow.transforms.code_bases.rules import CodeBase, Family, Refusal, Seen, flagged, pairs, same, stacked
+from ckptflow.transforms.model_dims import Config
 from ckptflow.transforms.sparse_layers import deepseek_sparse, qwen_sparse
 
 ENDS = (

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ckptflow.errors import UnsupportedCheckpointError
 from ckptflow.tensors import Shape
-from ckptflow.transforms.code_bases.rules import CodeBase, Config, Family, Order, Rule
+from ckptflow.transforms.code_bases.rules import CodeBase, Family, Order, Rule
+from ckptflow.transforms.model_dims import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
