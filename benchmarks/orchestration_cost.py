@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ckptflow.askprocess import Server
+from ckptflow.processes.askprocess import Server
 from measure import environment, spread
 
 HERE = Path(__file__).parent

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptflow.localservers import start_seaweedfs
+from ckptflow.processes.localservers import start_seaweedfs
 from measure import Run, bring_into_cache, run, spread
 
 HERE = Path(__file__).parent

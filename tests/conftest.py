@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptflow.askprocess import ADDRESS_VARIABLE, Server
+from ckptflow.processes.askprocess import ADDRESS_VARIABLE, Server
 from servers.prefect_database import DIRECTORY_VARIABLE
 
 pytest_plugins = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import TINY
-from ckptflow import askprocess
-from ckptflow.askprocess import ADDRESS_VARIABLE, Ended, Server, run_module
+from ckptflow.processes import askprocess
+from ckptflow.processes.askprocess import ADDRESS_VARIABLE, Ended, Server, run_module
 
 SKELETON = "ckptflow.validate.skeleton"
 
@@ -94,8 +94,13 @@ def test_a_server_that_nobody_asks_ends_and_leaves_nothing() -> None:
 
 
 def test_a_server_ends_with_the_process_that_started_it_however_that_ends() -> None:
-    code = "import signal; from ckptflow.askprocess import Server; s = Server(); print(s.process.pid, flush=True)"
-    starter = subprocess.Popen([sys.executable, "-c", f"{code}; signal.pause()"], stdout=subprocess.PIPE, text=True)
+    code = "import signal; from ckptflow.processes.askprocess import Server"
+    wait = "s = Server(); print(s.process.pid, flush=True); signal.pause()"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; {wait}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with starter:
         assert starter.stdout is not None
         server = int(starter.stdout.readline())

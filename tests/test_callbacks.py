@@ -22,10 +22,10 @@ from checkpoints import write_fsdp_step
 from ckptflow import callbacks
 from ckptflow.callbacks import events, numbers, sending
 from ckptflow.demo.prefect_server import RunningPrefectServer, free_loopback_port
-from ckptflow.discover import judge
+from ckptflow.discovery.discover import judge
+from ckptflow.discovery.signatures import bytes_below
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.formats.registry import locate
-from ckptflow.signatures import bytes_below
-from ckptflow.watching import ReadyCheckpoint
 from mxnet_writer import array_list, dense
 from serverapi import ask_for_events
 from servers.proxy import Request, running_proxy

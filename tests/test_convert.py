@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from ckptflow.conversion import plan_conversion, recipe_of
 from ckptflow.convert import claim, convert, finish, write_file
-from ckptflow.destinations import destination_of
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.errors import (
     CorruptFileError,
     InconsistentCheckpointError,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptflow.convert import plan_conversion
-from ckptflow.discover import FoundCheckpoint, discover
+from ckptflow.discovery.discover import FoundCheckpoint, discover
 from ckptflow.errors import CkptflowError
 from ckptflow.formats.base import ReadOptions
 from ckptflow.formats.registry import check, locate, read

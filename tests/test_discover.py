@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from ckptflow.cli import main
-from ckptflow.destinations import destination_of
-from ckptflow.discover import by_step, discover
+from ckptflow.discovery.destinations import destination_of
+from ckptflow.discovery.discover import by_step, discover
+from ckptflow.discovery.watching import Watcher
 from ckptflow.errors import AmbiguousCheckpointError, NotACheckpointError
 from ckptflow.formats.registry import check, locate
 from ckptflow.formats.step_names import global_step_of
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.targets import open_target
-from ckptflow.watching import Watcher
 from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 

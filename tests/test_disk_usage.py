@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 
 from checkpoints import write_fsdp_step
 from ckptflow.cli import main
-from ckptflow.diskusage import disk_usage, savings_of_retention, savings_of_shrinking
+from ckptflow.diskusage.report import disk_usage, savings_of_retention, savings_of_shrinking
 from ckptflow.errors import NotACheckpointError
-from ckptflow.filekinds import kind_of_directory, kind_of_file
+from ckptflow.files.kinds import kind_of_directory, kind_of_file
+from ckptflow.files.treesize import tree_size
 from ckptflow.publish import Destination
 from ckptflow.retention import RetentionPolicy, RetentionRequest
-from ckptflow.treesize import tree_size
 from retained import age, as_nobody, publish
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import fuzz_seeds
 from ckptflow.convert import convert
-from ckptflow.discover import by_step, discover
+from ckptflow.discovery.discover import by_step, discover
 from ckptflow.errors import AmbiguousCheckpointError, CheckpointError, NotACheckpointError, UsageError
 from ckptflow.formats.registry import locate
 from ckptflow.inspection import inspect_checkpoint

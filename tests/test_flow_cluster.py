@@ -15,7 +15,7 @@ import torch
 from checkpoints import TINY, write_fsdp_step
 from ckptflow.conversion import plan_conversion
 from ckptflow.errors import SourceChangedError, UsageError
-from ckptflow.locks import exclusive
+from ckptflow.files.locks import exclusive
 from ckptflow.request import ConvertRequest
 from daskcluster import DaskCluster, kill_in_the_middle_of_a_file, running_dask
 from flowcases import converted, finish_killed, first_nan, wait_for, without_record, written_files

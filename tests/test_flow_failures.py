@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import TINY, WORLD_SIZE, write_fsdp_step
-from ckptflow.destinations import work_lock, work_path
+from ckptflow.discovery.destinations import work_lock, work_path
+from ckptflow.files.locks import exclusive, is_in_use
 from ckptflow.formats.registry import locate
-from ckptflow.locks import exclusive, is_in_use
 from flowcases import everything_about, first_nan, parameters
 from flowruns import FlowLab, finish
 from rank_writer import rank_name

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import write_fsdp_step
+from ckptflow.files.locks import is_in_use
 from ckptflow.formats.registry import locate
-from ckptflow.locks import is_in_use
 from flowcases import MANY_FILES, converted, finish_killed, kill, objects_at, wait_for, without_record, written_files
 from flowruns import FlowLab, finish
 from publishing import contents_of

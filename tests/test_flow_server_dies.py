@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckptflow.convert import convert
-from ckptflow.destinations import destination_of, work_lock, work_path
+from ckptflow.discovery.destinations import destination_of, work_lock, work_path
+from ckptflow.files.locks import exclusive
 from ckptflow.formats.registry import locate
-from ckptflow.locks import exclusive
 from ckptflow.publish.upload import upload
 from ckptflow.request import ConvertRequest
 from flowruns import finish

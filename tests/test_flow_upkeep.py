@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import write_fsdp_step
 from ckptflow.callbacks.events import PrefectApi, ready_event
-from ckptflow.discover import discover
+from ckptflow.discovery.discover import discover
 from flowcases import wait_for
 from flowruns import HERE, FlowLab
 from retained import age, names_in, publish

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ckptflow.cli import main
-from ckptflow.destinations import work_lock, work_path
+from ckptflow.discovery.destinations import work_lock, work_path
+from ckptflow.files.hidden import NAME_MAX_BYTES, fitted, hidden_beside
+from ckptflow.files.locks import exclusive
 from ckptflow.formats.registry import locate
-from ckptflow.hidden import NAME_MAX_BYTES, fitted, hidden_beside
-from ckptflow.locks import exclusive
 from ckptflow.retention import plan_root
 from ckptflow.retention.removal import carry_out
 from retained import names_in

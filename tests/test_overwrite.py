@@ -16,7 +16,7 @@ from checkpoints import write_fsdp_step
 from ckptflow.cli.main import main
 from ckptflow.convert import convert
 from ckptflow.errors import OutputError
-from ckptflow.locks import exclusive
+from ckptflow.files.locks import exclusive
 from ckptflow.request import ConvertRequest
 from ckptflow.seeding.request import SeedRequest
 from ckptflow.seeding.seed import seed_model

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptflow.destinations import destination_of
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.errors import PermanentPublishError, PublishError, TransientPublishError, UsageError
 from ckptflow.formats.base import Location
 from ckptflow.publish import MARKER_NAME, PublishRecord, upload

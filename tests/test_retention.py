@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints import write_fsdp_step
 from ckptflow.cli import main
-from ckptflow.discover import discover
+from ckptflow.discovery.discover import discover
 from ckptflow.errors import PublishError, UsageError
 from ckptflow.publish import Destination, PublishSettings
 from ckptflow.retention import Decision, KeepBest, RetentionPolicy, RetentionRequest, plan_root

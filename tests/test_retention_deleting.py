@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptflow.cli import main
-from ckptflow.discover import discover
+from ckptflow.discovery.discover import discover
 from ckptflow.publish import Destination
 from ckptflow.retention import RetentionPolicy, RetentionRequest, plan_root, retain
 from ckptflow.retention.removal import SUFFIX, carry_out

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ckptflow.conversion import Conversion
 from ckptflow.convert import convert
+from ckptflow.files.locks import exclusive
 from ckptflow.formats.registry import locate
-from ckptflow.locks import exclusive
 from ckptflow.request import ConvertRequest
 from ckptflow_flows.settings import Machine
 from ckptflow_flows.workplace import Workplace

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptflow.discovery.watching import ReadyCheckpoint, Watcher
 from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
+from ckptflow.files.locks import exclusive
 from ckptflow.formats.base import Location
-from ckptflow.locks import exclusive
-from ckptflow.watching import ReadyCheckpoint, Watcher
 from ckptflow_flows.decisions import Ended, LastRun, Making, Patience
 from ckptflow_flows.desk import Desk
 from ckptflow_flows.settings import Destination

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptflow import changes, watching
-from ckptflow.changes import file_system_of, is_networked
-from ckptflow.watching import ReadyCheckpoint, Watcher, watch
+from ckptflow.discovery import changes, watching
+from ckptflow.discovery.changes import file_system_of, is_networked
+from ckptflow.discovery.watching import ReadyCheckpoint, Watcher, watch
 from retained import seen_by_nobody
 from trainer_steps import OLD, hf_step, make_old
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptflow.discover import FoundCheckpoint, by_step, discover, judge
+from ckptflow.discovery.discover import FoundCheckpoint, by_step, discover, judge
 from ckptflow.errors import AmbiguousCheckpointError
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ckptflow.destinations import run_name, step_name
+from ckptflow.discovery.destinations import run_name, step_name
 from ckptflow.formats.base import Location
 from ckptflow_flows.settings import (
     Destination,

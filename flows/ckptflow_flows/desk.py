@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import UsageError
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.starting import Outcome, Runs, Starter, in_policy_order
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from prefect.runner._control_channel import ControlChannel
 from prefect.runner._process_manager import ProcessHandle, create_isolated_termination_scope
 from prefect.settings import get_current_settings
 
-from ckptflow.askprocess import Server
+from ckptflow.processes.askprocess import Server
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prefect import tags
 
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.formats.base import Location
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.automations import TAG
 from ckptflow_flows.decisions import Ended, LastRun, Making
 from ckptflow_flows.post_training import post_training

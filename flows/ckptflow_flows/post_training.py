@@ -13,8 +13,8 @@ from prefect.context import TagsContext
 from prefect.states import Failed
 
 from ckptflow.convert import claim
-from ckptflow.destinations import label_of
-from ckptflow.discover import SETTLE_SECONDS
+from ckptflow.discovery.destinations import label_of
+from ckptflow.discovery.discover import SETTLE_SECONDS
 from ckptflow.errors import (
     CheckpointError,
     CkptflowError,
@@ -24,9 +24,9 @@ from ckptflow.errors import (
     ValueRefusedError,
     VerificationError,
 )
+from ckptflow.files.locks import exclusive, in_use
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
-from ckptflow.locks import exclusive, in_use
 from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.several import Destination
 from ckptflow.request import ConvertRequest

@@ -9,7 +9,7 @@ from prefect import flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptflow.cli.console import format_bytes
-from ckptflow.discover import SETTLE_SECONDS
+from ckptflow.discovery.discover import SETTLE_SECONDS
 from ckptflow.retention import Removal
 from ckptflow_flows.sweep import Roots, roots_of
 from ckptflow_flows.upkeep import Keep, Published, retention_request, roots_title

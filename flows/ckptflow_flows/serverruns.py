@@ -25,9 +25,9 @@ from prefect.events.schemas.events import Event, Resource
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed
 
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import UsageError
 from ckptflow.formats.base import Location
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.decisions import Ended, LastRun, Making, attempt_key, base_key
 
 DEPLOYMENT = "post-training/post-training"

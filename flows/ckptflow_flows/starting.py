@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ckptflow.discover import by_step
+from ckptflow.discovery.discover import by_step
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import OutputError, PublishError, TransientPublishError
 from ckptflow.formats.base import Location
 from ckptflow.publish.several import Destination
 from ckptflow.publish.status import is_published, is_published_at_all
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.decisions import Decision, LastRun, Making, Patience, decide
 from ckptflow_flows.workplace import Workplace
 

@@ -20,11 +20,11 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from pydantic import Field
 
-from ckptflow.destinations import run_name
-from ckptflow.discover import SETTLE_SECONDS, by_step, discover
+from ckptflow.discovery.destinations import run_name
+from ckptflow.discovery.discover import SETTLE_SECONDS, by_step, discover
+from ckptflow.discovery.signatures import bytes_below
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import UsageError
-from ckptflow.signatures import bytes_below
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.decisions import Making, Patience
 from ckptflow_flows.serverruns import DEPLOYMENT, ServerRuns
 from ckptflow_flows.settings import Destinations, Machine, Recipe, Validation, destinations_of

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ckptflow.discover import SETTLE_SECONDS
+from ckptflow.discovery.discover import SETTLE_SECONDS
 from ckptflow.retention import KeepBest, RetentionPolicy, RetentionRequest
 from ckptflow_flows.settings import Destinations, Section, destinations_of
 from ckptflow_tasks.metrics import read_metric_events

@@ -14,8 +14,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import get_current_settings
 
+from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import UsageError
-from ckptflow.watching import ReadyCheckpoint
 from ckptflow_flows.desk import Desk
 from ckptflow_flows.serverruns import DEPLOYMENT, ServerRuns
 from ckptflow_flows.starting import Runs

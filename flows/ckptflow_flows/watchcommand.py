@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from ckptflow.watching import ReadyCheckpoint, watch
+from ckptflow.discovery.watching import ReadyCheckpoint, watch
 from ckptflow_flows.command import PREFECT_DEFAULTS
 from ckptflow_flows.decisions import Patience
 from ckptflow_flows.desk import Connect, Desk

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptflow.destinations import work_lock, work_path
+from ckptflow.discovery.destinations import work_lock, work_path
+from ckptflow.files.hidden import hidden_beside
+from ckptflow.files.jsonfiles import write_json
+from ckptflow.files.locks import is_held
 from ckptflow.formats.base import Location
-from ckptflow.hidden import hidden_beside
-from ckptflow.jsonfiles import write_json
-from ckptflow.locks import is_held
 from ckptflow.output.record import read_record
 from ckptflow.publish.model import MARKER_NAME
 from ckptflow.validate.verify import VerifyOptions

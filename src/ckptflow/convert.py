@@ -19,15 +19,15 @@ from ckptflow.engine.compare import check_equal_sources
 from ckptflow.engine.execute import Cancel, write_weight_file
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import OutputError
-from ckptflow.filekinds import RECORD_NAME
+from ckptflow.files.jsonfiles import write_durably, write_json
+from ckptflow.files.kinds import RECORD_NAME
+from ckptflow.files.locks import exclusive, in_use
 from ckptflow.fingerprint import check_sources_unchanged, relative_name
-from ckptflow.jsonfiles import write_durably, write_json
-from ckptflow.locks import exclusive, in_use
 from ckptflow.output.record import INDEX_SUFFIX, conversion_record, read_record, weight_index
+from ckptflow.output.replacing import check_replaceable
 from ckptflow.output.sidefiles import generation_notes, loading_notes
 from ckptflow.output.workspace import Workspace
 from ckptflow.plan import ConsolidationPlan
-from ckptflow.replacing import check_replaceable
 from ckptflow.request import ConvertRequest
 
 Progress = Callable[[int], None]

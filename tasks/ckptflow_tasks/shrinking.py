@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ckptflow.cli.console import format_bytes
-from ckptflow.discover import judge
+from ckptflow.discovery.discover import judge
 from ckptflow.errors import CorruptFileError, IncompleteCheckpointError
 from ckptflow.formats.base import Location
 from ckptflow.shrink import shrink_tree

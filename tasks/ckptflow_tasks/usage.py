@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import get_run_logger
 
 from ckptflow.cli.console import format_bytes
-from ckptflow.diskusage import DiskUsage, disk_usage, savings_of_retention, savings_of_shrinking
+from ckptflow.diskusage.report import DiskUsage, disk_usage, savings_of_retention, savings_of_shrinking
 from ckptflow.retention.survey import RetentionRequest
 from ckptflow_tasks import artifacts
 from ckptflow_tasks.limits import LIMITS

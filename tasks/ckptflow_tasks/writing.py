@@ -21,7 +21,7 @@ from ckptflow.conversion import Conversion
 from ckptflow.convert import check_replicas, finish, write_file
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError, OutputError, SourceChangedError
-from ckptflow.locks import exclusive
+from ckptflow.files.locks import exclusive
 from ckptflow.request import ConvertRequest
 from ckptflow_tasks import artifacts
 from ckptflow_tasks.limits import LIMITS

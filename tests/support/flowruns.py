@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptflow.askprocess import ADDRESS_VARIABLE
 from ckptflow.demo.prefect_server import RunningPrefectServer
+from ckptflow.processes.askprocess import ADDRESS_VARIABLE
 from serverapi import ask_server
 
 HERE = Path(__file__).resolve().parent

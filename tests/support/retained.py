@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptflow.convert import convert
-from ckptflow.destinations import destination_of
-from ckptflow.discover import discover
+from ckptflow.discovery.destinations import destination_of
+from ckptflow.discovery.discover import discover
 from ckptflow.publish import upload
 from ckptflow.request import ConvertRequest
 

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid5
 
-from ckptflow.discover import FoundCheckpoint
-from ckptflow.signatures import bytes_below
+from ckptflow.discovery.discover import FoundCheckpoint
+from ckptflow.discovery.signatures import bytes_below
 
 READY_EVENT = "ckptflow.checkpoint.ready"
 TIMEOUT_SECONDS = 5.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
 
 if TYPE_CHECKING:
-    from ckptflow.discover import FoundCheckpoint
+    from ckptflow.discovery.discover import FoundCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Sender:
 
     def _look(self, announcement: Announcement) -> tuple[list[FoundCheckpoint], str]:
         """The checkpoints at the path if all of them are complete, else why not."""
-        from ckptflow.discover import judge
+        from ckptflow.discovery.discover import judge
         from ckptflow.formats.registry import find_below
 
         now = time.time()

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print each checkpoint with its state."""
-    from ckptflow.discover import discover
+    from ckptflow.discovery.discover import discover
 
     found = list(discover(args.roots, settle_seconds=args.settle))
     if args.to is not None:

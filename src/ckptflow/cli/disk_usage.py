@@ -11,7 +11,7 @@ from ckptflow.cli.console import format_bytes, print_json, print_table
 from ckptflow.cli.options import add_json, local_path
 
 if TYPE_CHECKING:
-    from ckptflow.diskusage import DiskUsage, Savings
+    from ckptflow.diskusage.report import DiskUsage, Savings
 
 SHOWN = 40
 
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of the largest steps, the sums, and what could be freed."""
-    from ckptflow.diskusage import disk_usage
+    from ckptflow.diskusage.report import disk_usage
 
     usage = disk_usage(args.root)
     savings = _savings(args)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _savings(args: argparse.Namespace) -> list[Savings]:
-    from ckptflow.diskusage import savings_of_retention, savings_of_shrinking
+    from ckptflow.diskusage.report import savings_of_retention, savings_of_shrinking
 
     savings = [savings_of_shrinking(args.root)] if args.shrink else []
     if args.keep is not None or args.to:

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ckptflow.askprocess import Server
 from ckptflow.demo.options import DESTINATION, RUN_NAME, DemoOptions, add_arguments, options_from
 from ckptflow.demo.prefect_server import stop_process_group
 from ckptflow.demo.services import Services, start_services
 from ckptflow.errors import CkptflowError
+from ckptflow.processes.askprocess import Server
 
 if TYPE_CHECKING:
     from rich.console import Console

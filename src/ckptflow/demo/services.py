@@ -16,7 +16,7 @@ from ckptflow.demo.prefect_server import RunningPrefectServer, start_prefect_ser
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-    from ckptflow.localservers import RunningServer
+    from ckptflow.processes.localservers import RunningServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def start_services(stack: ExitStack, work_dir: Path) -> Services:
     Raises:
         CkptflowError: one did not start.
     """
-    from ckptflow.localservers import start_seaweedfs
+    from ckptflow.processes.localservers import start_seaweedfs
 
     # A proxy that the environment names can't reach this machine's loopback interface.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"

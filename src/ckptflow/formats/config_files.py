@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, UsageError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.base import ReadOptions
-from ckptflow.jsonfiles import read_json_object
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 * 10**6

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptflow.errors import IncompleteCheckpointError
-from ckptflow.filekinds import kind_of_directory
+from ckptflow.files.kinds import kind_of_directory
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import directory_names, find_config_dir
 from ckptflow.formats.dcp_checks import (

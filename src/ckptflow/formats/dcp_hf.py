@@ -19,12 +19,12 @@ from ckptflow.errors import (
     InconsistentCheckpointError,
     VerificationError,
 )
+from ckptflow.files.jsonfiles import parse_json_object
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir, read_config
 from ckptflow.formats.files import list_names
 from ckptflow.formats.safetensors_header import SafetensorsFile, read_safetensors
 from ckptflow.formats.verdicts import YOUNG_SECONDS, newest_mtime, refused
-from ckptflow.jsonfiles import parse_json_object
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.tensors import Shape, TensorSource, check_tiling, place
 from ckptflow.transforms.ties import EMBEDDINGS

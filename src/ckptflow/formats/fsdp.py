@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpointError, InconsistentCheckpointError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.own_name import check_own_name
@@ -22,7 +23,6 @@ from ckptflow.formats.rank_steps import check_one_step
 from ckptflow.formats.rank_tensors import RankTensors, same_description
 from ckptflow.formats.run_tracker import tracked_step, tracker_lag
 from ckptflow.formats.torch_tensors import AnyTensor, shared_windows, state_dict_entries, storage_use
-from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, EqualSources, LeftOut
 from ckptflow.tensors import SourceFile, TensorSource
 from ckptflow.torchfiles import DTensor, LazyTensor, ShardedTensor, open_torch_file

@@ -20,6 +20,7 @@ from ckptflow.errors import (
     InconsistentCheckpointError,
     UnsupportedCheckpointError,
 )
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.config_files import find_config_dir, needed_config_dir, read_config
 from ckptflow.formats.dcp import is_dcp, stray_files, world_size
@@ -32,7 +33,6 @@ from ckptflow.formats.peft_config import CONFIG_NAME as PEFT_CONFIG
 from ckptflow.formats.run_tracker import TRUSTED_SECONDS
 from ckptflow.formats.state_names import MEGATRON_DIRECTORY, is_state_directory
 from ckptflow.formats.verdicts import newest_mtime, refused
-from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import CheckpointManifest, LeftOut, Mesh
 from ckptflow.tensors import TensorSource, concatenate, unbind
 from ckptflow.transforms.fqn import DDP_PREFIX

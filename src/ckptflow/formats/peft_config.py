@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptflow.errors import IncompleteCheckpointError, InconsistentCheckpointError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.files import checked_file
-from ckptflow.jsonfiles import read_json_object
 from ckptflow.manifest import AdapterSpec
 from ckptflow.tensors import TensorSource
 from ckptflow.transforms.fqn import PEFT_PREFIX, is_peft_name

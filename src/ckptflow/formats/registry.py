@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from ckptflow.collector import without_gc
 from ckptflow.errors import AmbiguousCheckpointError, IncompleteCheckpointError, NotACheckpointError
-from ckptflow.filekinds import RECORD_NAME
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
 from ckptflow.formats.dcp import DcpDirectory
 from ckptflow.formats.dcp_hf import DcpHuggingFaceShards
@@ -34,6 +33,7 @@ from ckptflow.formats.step_names import STEP_NAME, global_step_of, role_of
 from ckptflow.formats.verdicts import unless_marked
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
+from ckptflow.processes.collector import without_gc
 
 FORMATS: tuple[Format, ...] = (
     FsdpRankFiles(),

@@ -15,8 +15,8 @@ from typing import Any
 
 from ckptflow.dtypes import BY_CODE, DType
 from ckptflow.errors import CorruptFileError, IncompleteCheckpointError, UnsafeFileError, UnsupportedCheckpointError
+from ckptflow.files.jsonfiles import parse_json_object
 from ckptflow.formats.files import checked_file
-from ckptflow.jsonfiles import parse_json_object
 from ckptflow.tensors import SourceFile, TensorSource, whole
 
 LENGTH_BYTES = 8

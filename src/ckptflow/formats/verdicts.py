@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, IncompleteCheckpointError
-from ckptflow.filetimes import changed_at
+from ckptflow.files.times import changed_at
 from ckptflow.formats.base import Completeness, Format, Location, ReadOptions
 from ckptflow.formats.torch_tensors import refuse_placeholders
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptflow.errors import CorruptFileError, InconsistentCheckpointError, UnsafeFileError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.files import checked_file
-from ckptflow.jsonfiles import read_json_object
 
 
 def read_weight_map(path: Path, root: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckptflow.filetimes import changed_at
+from ckptflow.files.times import changed_at
 from ckptflow.formats.base import Completeness
 from ckptflow.formats.files import list_names
 from ckptflow.formats.verdicts import YOUNG_SECONDS

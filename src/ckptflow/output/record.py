@@ -9,8 +9,8 @@ from typing import Any
 import ckptflow
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError
-from ckptflow.filekinds import RECORD_NAME
-from ckptflow.jsonfiles import read_json_object
+from ckptflow.files.jsonfiles import read_json_object
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.plan import ConsolidationPlan
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import UnsafeFileError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.files import stays_inside
-from ckptflow.jsonfiles import read_json_object
 from ckptflow.output.sentence_modules import MODULES
 from ckptflow.plan import ConsolidationPlan
 from ckptflow.transforms.quantized import quantized_module_of, quantized_modules

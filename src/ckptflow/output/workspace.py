@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError, OutputError
-from ckptflow.hidden import hidden_beside
-from ckptflow.jsonfiles import fsync_directory, read_json_object, write_json
+from ckptflow.files.hidden import hidden_beside
+from ckptflow.files.jsonfiles import fsync_directory, read_json_object, write_json
 
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100

@@ -15,7 +15,7 @@ from typing import Literal
 
 import anycrc
 
-from ckptflow.pools import windowed
+from ckptflow.processes.pools import windowed
 from ckptflow.publish.model import LocalFile
 from ckptflow.publish.parts import PartPlan
 from ckptflow.publish.source import check_sha256, open_source, read_part

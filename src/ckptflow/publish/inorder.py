@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TypeVar
 
-from ckptflow.pools import windowed
+from ckptflow.processes.pools import windowed
 from ckptflow.publish.model import LocalFile, publish_rank
 from ckptflow.publish.settings import MIB
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
-from ckptflow.locks import is_free
+from ckptflow.files.locks import is_free
 from ckptflow.publish.model import LocalFile, LocalModel
 from ckptflow.publish.mounts import check_mounted
 from ckptflow.publish.settings import PublishSettings

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptflow.errors import OutputError, VerificationError
-from ckptflow.filekinds import RECORD_NAME, kind_of_file
+from ckptflow.files.kinds import RECORD_NAME, kind_of_file
 
 #: The record; at a destination it is put last, so that its presence says that all else is there.
 MARKER_NAME = RECORD_NAME

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from botocore.exceptions import ClientError, ResponseStreamingError
 
 from ckptflow.errors import TransientPublishError
-from ckptflow.pools import windowed
+from ckptflow.processes.pools import windowed
 from ckptflow.publish.digests import DigestName, ObjectDigest
 from ckptflow.publish.model import LocalFile
 from ckptflow.publish.parts import MAX_PART_BYTES, PartPlan, plan_parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ckptflow.destinations import destination_of
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.errors import CkptflowError, TransientPublishError, UsageError
 from ckptflow.publish.model import read_local_model
 from ckptflow.publish.records import PublishRecord

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
-from ckptflow.pools import ended
+from ckptflow.processes.pools import ended
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ckptflow.destinations import destination_of
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.errors import CheckpointError, PublishError
 from ckptflow.fingerprint import fingerprint_file, source_file
 from ckptflow.formats.base import Location

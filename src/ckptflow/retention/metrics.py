@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpointError, UnsafeFileError
-from ckptflow.jsonfiles import MAX_JSON_BYTES, read_json_object
+from ckptflow.files.jsonfiles import MAX_JSON_BYTES, read_json_object
 from ckptflow.retention.pointers import TRAINER_STATE
 from ckptflow.retention.units import StepUnit
 

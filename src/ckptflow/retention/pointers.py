@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.deepspeed_files import LATEST, LATEST_UNIVERSAL
 from ckptflow.formats.run_tracker import TRACKER_NAME
-from ckptflow.jsonfiles import read_json_object
 from ckptflow.retention.units import StepUnit
 
 TRAINER_STATE = "trainer_state.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptflow.discover import FoundState
+from ckptflow.discovery.discover import FoundState
 from ckptflow.errors import UsageError
 from ckptflow.formats.registry import natural_key
 

@@ -7,12 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ckptflow.destinations import destination_of
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.errors import CheckpointError
+from ckptflow.files.jsonfiles import parse_json_object
 from ckptflow.fingerprint import relative_name
 from ckptflow.formats.base import Location, ReadOptions
 from ckptflow.formats.registry import read
-from ckptflow.jsonfiles import parse_json_object
 from ckptflow.publish.model import MARKER_NAME, parse_marker
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.status import is_published

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from ckptflow.errors import OutputError
+from ckptflow.files.hidden import hidden_beside
+from ckptflow.files.jsonfiles import fsync_directory
+from ckptflow.files.treesize import tree_size
 from ckptflow.formats.registry import MAX_DEPTH, UNFINISHED_NAME
-from ckptflow.hidden import hidden_beside
-from ckptflow.jsonfiles import fsync_directory
 from ckptflow.retention.policy import Decision
-from ckptflow.treesize import tree_size
 
 SUFFIX = ".ckptflow-deleting"
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptflow.discover import SETTLE_SECONDS, discover
+from ckptflow.discovery.discover import SETTLE_SECONDS, discover
 from ckptflow.errors import PublishError, UsageError
+from ckptflow.files.treesize import tree_size
 from ckptflow.publish.several import Destination
 from ckptflow.retention.metrics import file_metrics, run_metrics
 from ckptflow.retention.pointers import named_steps
@@ -21,7 +22,6 @@ from ckptflow.retention.proof import why_unproven
 from ckptflow.retention.removal import Removal, carry_out, remove_leftovers
 from ckptflow.retention.units import StepUnit, step_units
 from ckptflow.retention.use import users
-from ckptflow.treesize import tree_size
 
 _log = logging.getLogger(__name__)
 

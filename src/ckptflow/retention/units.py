@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptflow.discover import FoundCheckpoint, FoundState
+from ckptflow.discovery.discover import FoundCheckpoint, FoundState
 from ckptflow.formats.base import Location
 from ckptflow.formats.step_names import global_step_of
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ckptflow.destinations import work_lock, work_path
-from ckptflow.locks import is_held, is_in_use
+from ckptflow.discovery.destinations import work_lock, work_path
+from ckptflow.files.locks import is_held, is_in_use
 from ckptflow.retention.units import StepUnit
 
 _PROC = Path("/proc")

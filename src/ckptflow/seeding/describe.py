@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptflow.askprocess import ask
 from ckptflow.errors import UnsupportedCheckpointError
+from ckptflow.processes.askprocess import ask
 from ckptflow.seeding.fills import FreshTensor
 
 TIMEOUT_SECONDS = 300

@@ -20,8 +20,8 @@ from ckptflow.engine.record import WeightFileRecord
 from ckptflow.engine.scan import ValueRange, scan
 from ckptflow.engine.sources import SourceFiles
 from ckptflow.engine.writer import NewFile, padded, page_buffer
-from ckptflow.filekinds import RECORD_NAME
-from ckptflow.jsonfiles import write_json
+from ckptflow.files.jsonfiles import write_json
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.output.record import RECORD_FORMAT
 from ckptflow.output.safetensors import weight_file_header
 from ckptflow.plan import WeightFile

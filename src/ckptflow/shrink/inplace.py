@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from ckptflow.errors import OutputError, SourceChangedError, VerificationError
-from ckptflow.hidden import hidden_beside
-from ckptflow.jsonfiles import fsync_directory
+from ckptflow.files.hidden import hidden_beside
+from ckptflow.files.jsonfiles import fsync_directory
 from ckptflow.shrink.copying import Progress, Source, Span
 from ckptflow.shrink.plan import Rewrite
 from ckptflow.shrink.prove import check_same

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, cast
 
-from ckptflow.collector import without_gc
 from ckptflow.errors import CheckpointError, CorruptFileError, UnsafeFileError
+from ckptflow.processes.collector import without_gc
 from ckptflow.torchfiles.budget import Budget
 from ckptflow.torchfiles.builders import PythonBuilders
 from ckptflow.torchfiles.distributed import IntReader, RecordBuilder

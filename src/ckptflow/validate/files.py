@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import CheckpointError
-from ckptflow.filekinds import RECORD_NAME
-from ckptflow.jsonfiles import read_json_object
+from ckptflow.files.jsonfiles import read_json_object
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.output.record import INDEX_SUFFIX
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.report import Check, listing

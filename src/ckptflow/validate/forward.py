@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ckptflow.askprocess import run_module
+from ckptflow.processes.askprocess import run_module
 from ckptflow.validate.report import Check
 
 NAME = "forward pass"

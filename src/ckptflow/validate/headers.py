@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptflow.dtypes import BY_CODE, DType
 from ckptflow.errors import CorruptFileError
-from ckptflow.jsonfiles import parse_json_object
+from ckptflow.files.jsonfiles import parse_json_object
 from ckptflow.tensors import Shape
 
 MAX_HEADER_BYTES = 100_000_000

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptflow.filekinds import RECORD_NAME
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.validate.files import Record
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.report import Check, listing

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import CheckpointError
-from ckptflow.jsonfiles import read_json_object
+from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.output.sidefiles import generation_notes
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.report import Check

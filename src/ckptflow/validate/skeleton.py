@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptflow.askprocess import ask
 from ckptflow.errors import IncompleteCheckpointError, VerificationError
-from ckptflow.jsonfiles import MAX_JSON_BYTES
+from ckptflow.files.jsonfiles import MAX_JSON_BYTES
+from ckptflow.processes.askprocess import ask
 from ckptflow.tensors import Shape
 
 SKELETON_TIMEOUT_SECONDS = 180

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptflow.pools import windowed
+from ckptflow.processes.pools import windowed
 from ckptflow.tensors import Shape, contiguous_strides
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.scan import Scanned, TensorScan

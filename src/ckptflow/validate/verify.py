@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import CheckpointError, CkptflowError, NotACheckpointError, VerificationError
-from ckptflow.filekinds import RECORD_NAME
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.output.record import read_record
 from ckptflow.output.sidefiles import read_config
 from ckptflow.request import ConvertRequest, check_named

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptflow.locks import exclusive
+from ckptflow.files.locks import exclusive
 
 #: A directory of the session; without it servers migrate their databases themselves.
 DIRECTORY_VARIABLE = "CKPTFLOW_TEST_DATABASE"

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from ckptflow.localservers import TlsFiles
+from ckptflow.processes.localservers import TlsFiles
 from servers.loopback import serving
 
 

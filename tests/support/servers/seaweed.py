@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import boto3
 
-from ckptflow.localservers import TlsFiles, start_seaweedfs
+from ckptflow.processes.localservers import TlsFiles, start_seaweedfs
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ckptflow.localservers import TlsFiles
+from ckptflow.processes.localservers import TlsFiles
 
 
 def self_signed(directory: Path) -> TlsFiles:

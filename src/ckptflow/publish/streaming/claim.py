@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 from ckptflow.errors import CheckpointError, PublishError, ValueRefusedError, VerificationError
-from ckptflow.locks import exclusive
+from ckptflow.files.locks import exclusive
 from ckptflow.publish.model import MARKER_NAME
 from ckptflow.publish.streaming.base import Streaming
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptflow.convert import write_all_but_weights
 from ckptflow.errors import OutputError
-from ckptflow.filekinds import RECORD_NAME
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.publish import refusals
 from ckptflow.publish.model import LocalModel, parse_marker, publish_order
 from ckptflow.publish.records import PublishRecord

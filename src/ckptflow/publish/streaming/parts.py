@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from ckptflow.errors import UsageError
-from ckptflow.pools import ended
+from ckptflow.processes.pools import ended
 from ckptflow.publish.parts import MAX_PARTS, MIB, MIN_PART_BYTES, PartPlan, plan_parts
 from ckptflow.publish.settings import PublishSettings
 

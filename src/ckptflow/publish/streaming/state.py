@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError
-from ckptflow.jsonfiles import read_json_object, write_json
+from ckptflow.files.jsonfiles import read_json_object, write_json
 from ckptflow.output.workspace import Workspace
 from ckptflow.publish.streaming.streamed import Memory, Streamed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptflow.convert import check_replicas
-from ckptflow.locks import in_use
+from ckptflow.files.locks import in_use
 from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.streaming.base import Streaming
 from ckptflow.publish.streaming.claim import claim_stream

@@ -1,7 +1,7 @@
 """What changed under some directories: paths from inotify where the file system tells, silence where it can't.
 
 Hints only: inotify drops events when its queue is full, and sees nothing of what other hosts write to a network file
-system. Whoever needs to know has to look; ``ckptflow.watching`` does.
+system. Whoever needs to know has to look; ``ckptflow.discovery.watching`` does.
 """
 
 from __future__ import annotations

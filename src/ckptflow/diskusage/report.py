@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptflow.diskwalk import DiskWalk
+from ckptflow.diskusage.walk import DiskWalk
 from ckptflow.errors import NotACheckpointError
-from ckptflow.filekinds import KINDS, Kind
+from ckptflow.files.kinds import KINDS, Kind
 from ckptflow.formats.registry import natural_key
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ckptflow.files.hidden import fitted, hidden_beside
 from ckptflow.formats.base import Location
 from ckptflow.formats.step_names import run_of, step_index
-from ckptflow.hidden import fitted, hidden_beside
 
 PLACEHOLDER = re.compile(r"\{(run|step|role)\}")
 # The models that a run is about.

@@ -168,7 +168,7 @@ class Server:
             listening.bind(self.address)
             listening.listen()
             self.process = subprocess.Popen(
-                [*PYTHON, "ckptflow.askserver", str(listening.fileno()), str(idle_seconds)],
+                [*PYTHON, "ckptflow.processes.askserver", str(listening.fileno()), str(idle_seconds)],
                 cwd="/",
                 stdin=subprocess.PIPE,  # closed when this process ends, however it does
                 stdout=subprocess.DEVNULL,

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptflow.filekinds import KINDS, Kind, kind_of_directory, kind_of_file
+from ckptflow.files.kinds import KINDS, Kind, kind_of_directory, kind_of_file
+from ckptflow.files.treesize import BLOCK_BYTES
 from ckptflow.formats.registry import MAX_DEPTH
 from ckptflow.formats.step_names import STEP_NAME
-from ckptflow.treesize import BLOCK_BYTES
 
 #: Files (and directories), apparent bytes and allocated bytes.
 Numbers = list[int]

@@ -1,4 +1,4 @@
-"""``python -m ckptflow.askserver``: imports transformers once, then forks a process for each question.
+"""``python -m ckptflow.processes.askserver``: imports transformers once, then forks a process for each question.
 
 The import takes seconds, an answer takes tenths of one. Each question still has a process of its own, with its own
 limits and its own end: ``python -P -m MODULE ARGUMENT`` in all but the time that it takes to begin. Started and asked

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptflow.changes import Changes
-from ckptflow.discover import FoundCheckpoint, by_step, judge
+from ckptflow.discovery.changes import Changes
+from ckptflow.discovery.discover import FoundCheckpoint, by_step, judge
+from ckptflow.discovery.signatures import Directory, Signature, read_tree, signature_of
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import MAX_DEPTH, UNFINISHED_NAME, find_at, find_unnamed
 from ckptflow.formats.step_names import STEP_NAME
-from ckptflow.signatures import Directory, Signature, read_tree, signature_of
 
 # inotify tells of each write, so that a short silence means something. On a network file system sizes and times are
 # seen late, by up to the minute that clients cache attributes.

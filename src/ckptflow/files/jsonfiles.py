@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckptflow.errors import CorruptFileError, IncompleteCheckpointError, UnsafeFileError
-from ckptflow.hidden import hidden_beside
+from ckptflow.files.hidden import hidden_beside
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptflow.errors import NotACheckpointError
-from ckptflow.filetimes import changed_at
+from ckptflow.files.times import changed_at
 from ckptflow.formats.base import Completeness, Location
 from ckptflow.formats.registry import check, find_below, natural_key
 

@@ -1,0 +1,1 @@
+"""Files and directories of any kind: names, times, sizes, JSON, and locks."""

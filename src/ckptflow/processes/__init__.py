@@ -1,0 +1,1 @@
+"""Other processes and threads: questions to transformers, local servers, pools, the garbage collector."""
