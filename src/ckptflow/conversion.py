@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ckptflow.engine.options import EngineOptions, cast_bytes
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError, UsageError
 from ckptflow.fingerprint import fingerprint_files, fingerprint_plan
 from ckptflow.formats.base import Location, ReadOptions
+from ckptflow.formats.recorded_checksums import RecordedChecksums
 from ckptflow.formats.registry import locate, read
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.output.quantization import with_quantization_of
@@ -48,6 +49,7 @@ class Conversion:
         source_fingerprints: path relative to the checkpoint's root → fingerprint.
         recipe: the options that change the output's bytes.
         fingerprint: identity of all of it; the same fingerprint gives the same output bytes.
+        recorded: checksums that the source's files record, read when they are asked for.
     """
 
     request: ConvertRequest
@@ -58,6 +60,7 @@ class Conversion:
     source_fingerprints: Mapping[str, str]
     recipe: Mapping[str, Any]
     fingerprint: str
+    recorded: RecordedChecksums = field(default_factory=RecordedChecksums, compare=False)
 
     @property
     def workspace(self) -> Workspace:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptflow.conversion import Conversion, plan_conversion
+from ckptflow.engine.checksums import compare_the_rest
 from ckptflow.engine.compare import check_equal_sources
 from ckptflow.engine.execute import Cancel, write_weight_file
 from ckptflow.engine.record import WeightFileRecord
@@ -168,6 +169,7 @@ def write_file(
         OutputError: it can't be written, or ``cancel``, which is looked at a few times a second, was set.
         ValueRefusedError: NaN or Inf, in the source or by the cast.
         SourceChangedError: a source file changed while it was read.
+        CorruptFileError: a source file is not what the checksums in it say.
     """
     file, workspace = conversion.plan.files[number], conversion.workspace
     record = workspace.finished(file.name)
@@ -175,7 +177,8 @@ def write_file(
         if progress is not None:
             progress(file.data_bytes)
         return record
-    record = write_weight_file(file, workspace.model / file.name, conversion.engine_options, progress, cancel)
+    path, options = workspace.model / file.name, conversion.engine_options
+    record = write_weight_file(file, path, options, progress, cancel, conversion.recorded)
     workspace.keep(record)
     return record
 
@@ -199,6 +202,7 @@ def finish(conversion: Conversion) -> dict[str, Any]:
     Raises:
         OutputError: a weight file has not been written.
         SourceChangedError: the checkpoint changed since it was planned.
+        CorruptFileError: a source file is not what the checksums in it say.
     """
     content = write_all_but_weights(conversion, finished_files(conversion))
     conversion.workspace.publish()
@@ -210,9 +214,11 @@ def write_all_but_weights(conversion: Conversion, weights: Sequence[WeightFileRe
 
     Raises:
         SourceChangedError: the checkpoint changed since it was planned.
+        CorruptFileError: a source file is not what the checksums in it say.
     """
-    workspace, plan = conversion.workspace, conversion.plan
-    check_sources_unchanged(conversion.manifest.files)
+    workspace, plan, sources = conversion.workspace, conversion.plan, conversion.manifest.files
+    compared = compare_the_rest((w.compared for w in weights), sources, conversion.recorded, plan.tensors)
+    check_sources_unchanged(sources)
     files = add_side_files(conversion, weights, conversion.side)
     config_dir = conversion.request.config_dir or conversion.manifest.config_dir
     content = conversion_record(
@@ -222,9 +228,10 @@ def write_all_but_weights(conversion: Conversion, weights: Sequence[WeightFileRe
         recipe=conversion.recipe,
         source_files={
             name: {"bytes": f.nbytes, "fingerprint": conversion.source_fingerprints[name]}
-            for f in conversion.manifest.files
+            for f in sources
             for name in (relative_name(f, conversion.location.root),)
         },
+        compared=compared,
         weight_files=weights,
         files=files,
         notes=[*plan.notes, *generation_notes(config_dir), *loading_notes(conversion.side)],

@@ -96,17 +96,13 @@ def fingerprint_plan(plan: ConsolidationPlan, root: Path) -> str:
         digest.update(f"{file.name}\n".encode())
         for tensor in file.tensors:
             digest.update(f"{tensor.fqn} {tensor.dtype} {_scales(tensor.fold)}\n".encode())
-            for source in (tensor.source, *_adapter_sources(tensor.fold)):
+            for source in tensor.sources:
                 digest.update("\n".join(lines(source)).encode())
     return digest.hexdigest()
 
 
 def _scales(fold: LoraFold | None) -> tuple[float, bool] | None:
     return None if fold is None else (fold.scale, fold.transposed)
-
-
-def _adapter_sources(fold: LoraFold | None) -> list[TensorSource]:
-    return [] if fold is None else [source for source in (fold.a, fold.b, fold.magnitude) if source is not None]
 
 
 def relative_name(file: SourceFile, root: Path) -> str:

@@ -31,6 +31,11 @@ class LoraFold:
     magnitude: TensorSource | None = None
     transposed: bool = False
 
+    @property
+    def sources(self) -> tuple[TensorSource, ...]:
+        """What it is made of."""
+        return tuple(source for source in (self.a, self.b, self.magnitude) if source is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
@@ -51,6 +56,11 @@ class PlannedTensor:
     source_fqns: tuple[str, ...]
     fold: LoraFold | None = None
     kept_reason: str | None = None
+
+    @property
+    def sources(self) -> tuple[TensorSource, ...]:
+        """All that is read for it."""
+        return (self.source, *(self.fold.sources if self.fold is not None else ()))
 
     @property
     def shape(self) -> Shape:

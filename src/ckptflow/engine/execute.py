@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from ckptflow.engine.checksums import NOTHING_RECORDED, PassingChecksums, Recorded
 from ckptflow.engine.device import open_casters
 from ckptflow.engine.digest import FileDigest
 from ckptflow.engine.options import EngineOptions
@@ -37,6 +38,7 @@ def write_weight_file(
     options: EngineOptions | None = None,
     progress: Callable[[int], None] | None = None,
     cancel: Cancel | None = None,
+    recorded: Recorded = NOTHING_RECORDED,
 ) -> WeightFileRecord:
     """Write a weight file to ``path``. Its bytes depend on ``file`` alone, not on the options.
 
@@ -46,6 +48,7 @@ def write_weight_file(
         options: resources and rules.
         progress: called in this thread with the number of bytes of tensor data written since the last call.
         cancel: looked at a few times a second.
+        recorded: checksums of the sources, which what is read is compared with.
 
     Returns:
         What was written, with checksums and statistics.
@@ -53,6 +56,7 @@ def write_weight_file(
     Raises:
         ValueRefusedError: a tensor holds NaN or Inf, or the cast makes one, and ``allow_nonfinite`` is off.
         SourceChangedError: a source is short, gone, or not as its metadata described it.
+        CorruptFileError: a source is not what its recorded checksum says.
         OutputError: the file can't be written, such as a full disk, or the work was cancelled.
         UsageError: the plan asks for something that is not a cast, or an adapter doesn't fit.
         DeviceError: the device that was asked for is missing, full, or failed.
@@ -64,9 +68,10 @@ def write_weight_file(
     header = weight_file_header(file)
     nbytes = len(header) + file.data_bytes
     digest = FileDigest(file, header)
+    passing = PassingChecksums(recorded, file.tensors)
     with (
         open_casters(options, file, partial(check_cancel, cancel, path)) as (casters, buffers),
-        SourceFiles() as sources,
+        SourceFiles(passing) as sources,
         NewFile(path, nbytes, direct_io=options.direct_io, durable=options.durable) as out,
     ):
         out.write(page_buffer(len(header), header), 0)
@@ -82,4 +87,5 @@ def write_weight_file(
         seconds=time.perf_counter() - begin,
         read_bytes=read_bytes,
         written_bytes=padded(nbytes),
+        compared=passing.compared(),
     )

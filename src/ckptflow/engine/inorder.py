@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptflow.engine.blocks import Part
+from ckptflow.engine.checksums import NOTHING_RECORDED, PassingChecksums, Recorded
 from ckptflow.engine.device import open_casters
 from ckptflow.engine.digest import FileDigest
 from ckptflow.engine.execute import Cancel
@@ -62,6 +63,7 @@ def stream_weight_file(
     options: EngineOptions | None = None,
     progress: Callable[[int], None] | None = None,
     cancel: Cancel | None = None,
+    recorded: Recorded = NOTHING_RECORDED,
 ) -> WeightFileRecord:
     """Give the bytes that ``write_weight_file`` would write to ``stream``, in order, in this thread.
 
@@ -73,6 +75,7 @@ def stream_weight_file(
         options: resources and rules.
         progress: called with the number of bytes of tensor data passed on since the last call.
         cancel: looked at a few times a second.
+        recorded: checksums of the sources, which what is read is compared with.
 
     Returns:
         What was passed on, with checksums and statistics.
@@ -80,6 +83,7 @@ def stream_weight_file(
     Raises:
         ValueRefusedError: a tensor holds NaN or Inf, or the cast makes one, and ``allow_nonfinite`` is off.
         SourceChangedError: a source is short, gone, or not as its metadata described it.
+        CorruptFileError: a source is not what its recorded checksum says; its bytes may have been passed on.
         OutputError: the work was cancelled.
         UsageError: the plan asks for something that is not a cast, or an adapter doesn't fit.
         DeviceError: the device that was asked for is missing, full, or failed.
@@ -89,9 +93,10 @@ def stream_weight_file(
     header = weight_file_header(file)
     digest = _PassingDigest(file, header, stream)
     out = _Nowhere(Path(file.name))
+    passing = PassingChecksums(recorded, file.tensors)
     with (
         open_casters(options, file, partial(check_cancel, cancel, out.path)) as (casters, buffers),
-        SourceFiles() as sources,
+        SourceFiles(passing) as sources,
     ):
         pipeline = Pipeline(file, sources, out, len(header), options, buffers, casters)
         read_bytes = pipeline.run(digest, progress, cancel)
@@ -105,4 +110,5 @@ def stream_weight_file(
         seconds=time.perf_counter() - begin,
         read_bytes=read_bytes,
         written_bytes=nbytes,
+        compared=passing.compared(),
     )

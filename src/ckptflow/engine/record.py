@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ckptflow.dtypes import DType, dtype_named
+from ckptflow.engine.checksums import Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class WeightFileRecord:
         seconds: wall time that writing it took.
         read_bytes: bytes read from the sources.
         written_bytes: bytes handed to the file system, padding of the last block included.
+        compared: what became of the checksums that the sources record.
     """
 
     name: str
@@ -76,17 +78,20 @@ class WeightFileRecord:
     seconds: float
     read_bytes: int
     written_bytes: int
+    compared: Compared = field(default_factory=Compared)
 
     def to_json(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {name: getattr(self, name) for name in _FILE_FIELDS} | {"tensors": [t.to_json() for t in self.tensors]}
+        plain = {name: getattr(self, name) for name in _FILE_FIELDS}
+        return plain | {"tensors": [t.to_json() for t in self.tensors], "compared": self.compared.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> WeightFileRecord:
         """The record that ``to_json`` made the data of."""
         values = cast("Mapping[str, Any]", data)
         plain = {name: values[name] for name in _FILE_FIELDS}
-        return cls(tensors=tuple(TensorRecord.from_json(t) for t in values["tensors"]), **plain)
+        tensors = tuple(TensorRecord.from_json(t) for t in values["tensors"])
+        return cls(tensors=tensors, compared=Compared.from_json(values["compared"]), **plain)
 
 
 _FILE_FIELDS = ("name", "nbytes", "sha256", "seconds", "read_bytes", "written_bytes")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from ckptflow.errors import SourceChangedError
 from ckptflow.tensors import SourceFile
@@ -25,10 +26,18 @@ class _OpenFile:
     readers: int = 0
 
 
+class Passing(Protocol):
+    """What looks at the bytes that are read."""
+
+    def add(self, file: SourceFile, offset_bytes: int, data: memoryview) -> None:
+        """Called by any thread with what it just read."""
+
+
 class SourceFiles:
     """Descriptors of source files, shared by all threads. Use as a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, passing: Passing | None = None) -> None:
+        self._passing = passing
         self._lock = threading.Lock()
         self._open: dict[SourceFile, _OpenFile] = {}
         self._seen: set[SourceFile] = set()
@@ -48,6 +57,7 @@ class SourceFiles:
 
         Raises:
             SourceChangedError: the file ends too early, is gone, or isn't the one that the metadata was read from.
+            CkptflowError: what looks at the bytes refuses them.
         """
         with self._descriptor(file) as descriptor:
             # The next block of this file, or the same rows of the next tensor, most likely lies right behind.
@@ -58,6 +68,8 @@ class SourceFiles:
                 if count == 0:
                     raise _changed("a source file ends too early", file, f"{offset_bytes + done} bytes")
                 done += count
+        if self._passing is not None:
+            self._passing.add(file, offset_bytes, target)
 
     def check_unchanged(self) -> None:
         """Compare size and modification time of every file that was read with those of its metadata.

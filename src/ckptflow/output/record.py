@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptflow
+from ckptflow.engine.checksums import Compared
 from ckptflow.engine.record import WeightFileRecord
 from ckptflow.errors import CheckpointError
 from ckptflow.files.jsonfiles import read_json_object
@@ -31,6 +32,7 @@ def conversion_record(
     plan: ConsolidationPlan,
     recipe: Mapping[str, Any],
     source_files: Mapping[str, Mapping[str, Any]],
+    compared: Compared,
     weight_files: Sequence[WeightFileRecord],
     files: Mapping[str, Mapping[str, Any]],
     notes: Sequence[str],
@@ -64,6 +66,11 @@ def conversion_record(
             "world_size": manifest.world_size,
             "mesh": None if manifest.mesh is None else str(manifest.mesh),
             "files": source_files,
+            "checksums": {
+                "storages": compared.storages,
+                "bytes": compared.nbytes,
+                "not_compared": len(compared.partly),
+            },
         },
         "recipe": dict(recipe),
         "files": files,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from ckptflow.errors import CorruptFileError, SourceChangedError
+from ckptflow.torchfiles.checksums import crc32
 
 BLOCK_BYTES: Final = 2**22
 
@@ -46,23 +46,23 @@ class Source:
             SourceChangedError: the file has become shorter.
             CorruptFileError: the bytes aren't what the file says their crc32 is.
         """
-        view, crc32, at, end = memoryview(self._buffer), 0, span.offset, span.offset + span.nbytes
+        view, crc, at, end = memoryview(self._buffer), 0, span.offset, span.offset + span.nbytes
         while at < end:
             count = os.preadv(self._fd, [view[: min(BLOCK_BYTES, end - at)]], at)
             if not count:
                 raise SourceChangedError("the file became shorter while it was read", file=self._path)
-            crc32 = zlib.crc32(view[:count], crc32)
+            crc = crc32(view[:count], crc)
             if target is not None:
                 target.write(view[:count])
                 if progress is not None:
                     progress(count)
             at += count
-        if span.crc32 is not None and span.crc32 != crc32:
+        if span.crc32 is not None and span.crc32 != crc:
             raise CorruptFileError(
                 "a record of the file is damaged: its checksum differs",
                 file=self._path,
                 expected=f"crc32 {span.crc32:08x} in the {span.nbytes} bytes at {span.offset}",
-                found=f"{crc32:08x}",
+                found=f"{crc:08x}",
                 fix="restore the file from a copy; it was left as it is",
             )
-        return crc32
+        return crc

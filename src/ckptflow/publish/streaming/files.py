@@ -143,4 +143,5 @@ class _FileWork:
         return None
 
     def _produce(self, stream: InOrder) -> WeightFileRecord:
-        return stream_weight_file(self._file, stream, self._streaming.engine_options, None, self._cancel)
+        recorded = self._streaming.conversion.recorded
+        return stream_weight_file(self._file, stream, self._streaming.engine_options, None, self._cancel, recorded)
