@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 import fuzz_seeds
 from ckptflow.convert import convert
 from ckptflow.convert import plan_conversion as plan
-from ckptflow.errors import UnsafeFileError
+from ckptflow.errors import CorruptFileError, UnsafeFileError
 from ckptflow.formats.registry import check, locate
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import VerifyOptions, verify
 from faults import age, converted, refused, same
 from rank_writer import rank_name
+from validation import flip_bit
 
 
 class Command:
@@ -87,23 +88,27 @@ def test_names_that_no_file_system_takes_are_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "torch_dcp", "zero_2", "lightning", "hf_bin", "megatron_legacy_checkpoint"])
-def test_l1_a_flipped_byte_of_the_source_is_found_by_verification(tmp_path: Path, layout: str) -> None:
+def test_l1_a_flipped_byte_of_a_torch_file_is_refused_and_found_by_verification(tmp_path: Path, layout: str) -> None:
     (tmp_path / "c").mkdir()
     seed = fuzz_seeds.SEEDS[layout](tmp_path / "c")
     options = {k: tmp_path / "c" / v if k == "config_dir" else v for k, v in seed.options.items()}
     path = tmp_path / "c" / seed.path
-    source = next(iter(plan(ConvertRequest(path=path, out=tmp_path / "out", **options)).plan.tensors)).source
-    at = source.pieces[0].offset_bytes
-    with open(source.pieces[0].file.path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-    converted(path, tmp_path / "out", **options)
-    report = verify(tmp_path / "out", against=path, options=VerifyOptions(config_dir=options.get("config_dir")))
-    (found,) = (c for c in report.checks if c.name == "checksums in the source")
-    assert found.status == "failed"
-    assert Path(source.pieces[0].file.path).name in found.detail
+    converted(path, tmp_path / "before", **options)
+    tensor = plan(ConvertRequest(path=path, out=tmp_path / "out", **options)).plan.tensors[0]
+    piece = tensor.source.pieces[0]
+    flip_bit(Path(piece.file.path), piece.offset_bytes)
+
+    error = refused(path, tmp_path / "out", **options)
+    assert isinstance(error, CorruptFileError)
+    assert error.file == piece.file.path
+    assert tensor.fqn in str(error.tensor)
+
+    report = verify(tmp_path / "before", against=path, options=VerifyOptions(config_dir=options.get("config_dir")))
+    found = {c.name: c.detail for c in report.checks if c.status == "failed"}
+    if layout == "hf_bin":  # a model of its own now, that OUT is compared with
+        assert tensor.fqn in found["values"]
+    else:
+        assert Path(piece.file.path).name in found["checksums in the source"]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "torch_dcp", "hf_bin", "zero_3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from ckptflow.convert import convert
 from ckptflow.engine.inorder import weight_file_bytes
 from ckptflow.errors import (
+    CorruptFileError,
     OutputError,
     PermanentPublishError,
     TransientPublishError,
@@ -32,6 +34,7 @@ from servers.proxy import DROP, Answer, Request
 from servers.seaweed import running_seaweed
 from servers.tls import self_signed
 from streaming import SETTINGS, request_for, start_streaming, streaming_to, write_checkpoint
+from validation import flip_bit
 
 pytestmark = pytest.mark.service
 
@@ -415,6 +418,18 @@ def test_a_weight_file_of_that_name_with_another_content_is_refused(
     with pytest.raises(PermanentPublishError, match=name):
         stream(streaming_to(bucket.uri, checkpoint, tmp_path))
     assert bucket.read_all() == {name: bytes(content)}, "a stranger's file is not touched"
+
+
+def test_a_checkpoint_whose_bytes_changed_since_torch_saved_them_is_not_published(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged" / checkpoint.name
+    shutil.copytree(checkpoint, damaged)
+    piece = streaming_to(bucket.uri, damaged, tmp_path).conversion.plan.tensors[-1].source.pieces[0]
+    flip_bit(Path(piece.file.path), piece.offset_bytes)
+    with pytest.raises(CorruptFileError, match="changed after torch saved"):
+        stream(streaming_to(bucket.uri, damaged, tmp_path))
+    assert not [name for name in bucket.read_all() if name.endswith(".json")], "nothing makes a model of what is there"
 
 
 @pytest.mark.parametrize("uri", ["file:///tmp/x", "hf://org/name", "nowhere"])

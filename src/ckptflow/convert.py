@@ -217,7 +217,8 @@ def write_all_but_weights(conversion: Conversion, weights: Sequence[WeightFileRe
         CorruptFileError: a source file is not what the checksums in it say.
     """
     workspace, plan, sources = conversion.workspace, conversion.plan, conversion.manifest.files
-    compared = compare_the_rest((w.compared for w in weights), sources, conversion.recorded, plan.tensors)
+    threads = conversion.engine_options.thread_count
+    compared = compare_the_rest((w.compared for w in weights), sources, conversion.recorded, plan.tensors, threads)
     check_sources_unchanged(sources)
     files = add_side_files(conversion, weights, conversion.side)
     config_dir = conversion.request.config_dir or conversion.manifest.config_dir

@@ -249,6 +249,8 @@ def by_safetensors(root: Path) -> Mapping[str, Tensor]:
 REWRITTEN = frozenset({"pickle_edit", "pickle_number", "json_edit"})
 # Headers without a checksum: a flipped byte in a name or a shape that fits reads as another name or shape.
 UNPROTECTED_HEADERS = frozenset({"hf_safetensors", "hf_legacy_bin", "peft", "dcp_hf", "torch_dcp", "mxnet_params"})
+# Values without a checksum: a flipped byte of a tensor is another value.
+UNPROTECTED_VALUES = frozenset({"hf_safetensors", "hf_legacy_bin", "peft", "dcp_hf", "mxnet_params"})
 # Ranks' files that hold no rank, and data files of equal layout: swapped ones look like those that were saved.
 NAMELESS_FILES = frozenset({"torch_dcp", "megatron_legacy_checkpoint"})
 

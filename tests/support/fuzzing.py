@@ -27,7 +27,7 @@ from ckptflow.plan import PlannedTensor
 from ckptflow.request import ConvertRequest
 from ckptflow.tensors import TensorSource
 from fuzz_mutations import Mutation, Touched, apply
-from fuzz_seeds import NAMELESS_FILES, OPINIONS, REWRITTEN, UNPROTECTED_HEADERS, Seed
+from fuzz_seeds import NAMELESS_FILES, OPINIONS, REWRITTEN, UNPROTECTED_HEADERS, UNPROTECTED_VALUES, Seed
 
 SECONDS_PER_INPUT = 20
 Value = tuple[str, tuple[int, ...], bytes]
@@ -174,7 +174,9 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _explained(name: str, good: Undamaged, found: Mapping[str, Value], touched: Sequence[Touched], root: Path) -> bool:
-    """Whether the tensor's own bytes were changed in place, and nothing else about it."""
+    """Whether the tensor's own bytes were changed in place where no checksum shows it, and nothing else about it."""
+    if good.layout not in UNPROTECTED_VALUES:
+        return False
     if name not in good.values or name not in found or good.values[name][:2] != found[name][:2]:
         return False
     return any(

@@ -2,14 +2,15 @@
 
 A byte that flipped on disk or on the way there would otherwise be copied faithfully. A storage is read in blocks, by
 several threads, for one weight file or for several; the crc32s of ranges side by side combine to that of both, so
-that no byte is read a second time for it, but those between the ranges that a plan wants.
+that no byte is read a second time. Bytes of a storage that no plan wants, such as padding, are read in the end.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ _MOST_RANGES = 4096
 """Of one storage; one that is read in more of them is read again at the end, in order."""
 
 _BLOCK_BYTES = 4 << 20
+_MOST_NAMES = 4
+"""A flat buffer holds hundreds of tensors."""
 
 Range = tuple[int, int, int]
 """First byte in the file, byte behind the last, crc32."""
@@ -71,7 +74,7 @@ class PartlyRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """What became of the storages that were read.
+    """What became of the storages that one weight file was made of.
 
     Attributes:
         storages: how many hold what torch recorded.
@@ -197,22 +200,21 @@ def compare_the_rest(
     files: Sequence[SourceFile],
     recorded: Recorded,
     tensors: Sequence[PlannedTensor],
-    progress: Callable[[int], None] | None = None,
+    threads: int,
 ) -> Compared:
     """Put together what several weight files read of the same storages, and compare those.
 
-    What lies between their ranges, such as padding, is read here; not where that is more than the plan wants of a
-    storage (views on a storage that is mostly waste): those are left in ``partly``.
+    What no plan wants of them, such as padding, is read here.
 
     Args:
         all_compared: of all weight files.
         files: the source files.
         recorded: their checksums.
         tensors: the plan's, for messages.
-        progress: called with the bytes that were read here since the last call.
+        threads: they read at once.
 
     Returns:
-        The sum of it all.
+        The sum of it all; nothing is left in ``partly``.
 
     Raises:
         CorruptFileError: a storage is not what torch recorded.
@@ -224,19 +226,17 @@ def compare_the_rest(
         storages, nbytes = storages + compared.storages, nbytes + compared.nbytes
         for part in compared.partly:
             together.setdefault((part.path, part.begin), []).append(part)
-    by_path, left = {file.path: file for file in files}, []
-    with SourceFiles() as sources:
-        for (path, begin), parts in sorted(together.items()):
-            file = by_path[path]
-            stored = next(recorded.of(file).meeting(begin, begin + 1))
-            ranges = _apart(parts)
-            known = sum(b - a for a, b, _ in ranges)
-            if any(part.ranges is None for part in parts) or 2 * known >= stored.end - begin:
-                _compare(file, stored, _crc_of(file, stored, ranges, sources, progress), tensors)
-                storages, nbytes = storages + 1, nbytes + stored.end - begin
-            else:
-                left.append(PartlyRead(path=path, begin=begin, ranges=tuple(ranges)))
-    return Compared(storages=storages, nbytes=nbytes, partly=tuple(left))
+    by_path = {file.path: file for file in files}
+
+    def compare(place: tuple[str, int]) -> int:
+        file = by_path[place[0]]
+        stored = next(recorded.of(file).meeting(place[1], place[1] + 1))
+        _compare(file, stored, _crc_of(file, stored, _apart(together[place]), sources), tensors)
+        return stored.end - stored.begin
+
+    with SourceFiles() as sources, ThreadPoolExecutor(threads) as pool:
+        nbytes += sum(pool.map(compare, sorted(together)))
+    return Compared(storages=storages + len(together), nbytes=nbytes)
 
 
 def _apart(parts: Iterable[PartlyRead]) -> list[Range]:
@@ -248,13 +248,7 @@ def _apart(parts: Iterable[PartlyRead]) -> list[Range]:
     return apart
 
 
-def _crc_of(
-    file: SourceFile,
-    stored: Stored,
-    ranges: Sequence[Range],
-    sources: SourceFiles,
-    progress: Callable[[int], None] | None,
-) -> int:
+def _crc_of(file: SourceFile, stored: Stored, ranges: Sequence[Range], sources: SourceFiles) -> int:
     """Of the whole storage; reads what lies between the ranges."""
     crc, at = 0, stored.begin
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, stored.end - stored.begin)))
@@ -264,8 +258,6 @@ def _crc_of(
             sources.read_into(file, at, block)
             crc = crc32(block, crc)
             at += len(block)
-            if progress is not None:
-                progress(len(block))
         crc, at = crc32_combine(crc, known, end - begin), end
     return crc
 
@@ -274,10 +266,11 @@ def _compare(file: SourceFile, stored: Stored, found: int, tensors: Iterable[Pla
     if found == stored.crc32:
         return
     names = [t.fqn for t in tensors if any(_lies_in(piece, file, stored) for s in t.sources for piece in s.pieces)]
+    more = len(names) - _MOST_NAMES
     raise CorruptFileError(
         "the bytes of a storage changed after torch saved them",
         file=file.path,
-        tensor=", ".join(names) or None,
+        tensor=", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "") or None,
         expected=f"crc32 {stored.crc32:08x} in the {stored.end - stored.begin} bytes at {stored.begin}",
         found=f"{found:08x}",
         fix="copy the file again from where it was saved, or take another step; one changed on purpose must be "

@@ -48,6 +48,11 @@ class EngineOptions:
     durable: bool = True
     direct_io: bool = True
 
+    @property
+    def thread_count(self) -> int:
+        """As many as were asked for, or one more than CPUs, because one mostly waits for the disk."""
+        return self.threads or min(len(os.sched_getaffinity(0)) + 1, _USEFUL_THREADS)
+
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise UsageError("the number of threads is below 1", found=self.threads)
@@ -71,10 +76,9 @@ class Buffers:
 def plan_buffers(options: EngineOptions, file: WeightFile, scratches: int = 1) -> Buffers:
     """Fit threads, ring and blocks into the memory budget, with ``scratches`` scratch buffers per thread.
 
-    One thread more than CPUs, because one mostly waits for the disk. Two buffers more than threads: one that is hashed
-    while another is still being written.
+    Two buffers more than threads: one that is hashed while another is still being written.
     """
-    threads = options.threads or min(len(os.sched_getaffinity(0)) + 1, _USEFUL_THREADS)
+    threads = options.thread_count
     wanted = _SCATTERED_BLOCK_BYTES if _is_scattered(file) else _USUAL_BLOCK_BYTES
     while wanted > _LEAST_BLOCK_BYTES and _total_bytes(threads, wanted, scratches) > options.memory_budget_bytes:
         wanted //= 2
