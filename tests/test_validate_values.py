@@ -22,7 +22,7 @@ from ckptflow.validate.headers import read_header
 from ckptflow.validate.report import Check, ValidationReport
 from ckptflow.validate.reread.base import boxes, by_plain_name
 from ckptflow.validate.reread.pieces import read_box
-from ckptflow.validate.values import Comparison, compare_folded, compare_tensor
+from ckptflow.validate.values import Comparison, compare_box, compare_folded
 from ckptflow.validate.verify import VerifyOptions, verify
 from validation import check_named, llama_weights, write_model, write_record
 
@@ -227,9 +227,8 @@ def test_nan_equals_nan_but_nothing_else() -> None:
     found = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
     wanted = torch.tensor([float("nan"), float("nan")])
     wanted[:1].view(torch.int32)[0] |= 1  # another NaN, as another kernel may give it
-    result = Comparison()
-    compare_tensor(result, "w", (2,), lambda o, n: found, lambda o, n: wanted, 100)
-    assert result.differing == 1
+    result = compare_box(found, wanted, (5,), 1)
+    assert (result.differing, result.first) == (1, "first at [6]: 1.0 instead of nan")
 
 
 def test_a_name_that_lost_its_wrappers_is_found_unless_it_is_ambiguous() -> None:

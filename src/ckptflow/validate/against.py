@@ -15,12 +15,13 @@ from ckptflow.validate.reread.choose import SourceReader
 from ckptflow.validate.reread.huggingface import HuggingFaceRereader
 from ckptflow.validate.source_checksums import check_source_checksums
 from ckptflow.validate.values import (
-    BYTES_PER_ELEMENT,
     BoxReader,
     Comparison,
+    Limits,
     OutputReader,
+    Wanted,
     compare_plan,
-    compare_tensor,
+    compare_tensors,
     values_check,
 )
 
@@ -48,11 +49,12 @@ def compare_with(
         CheckpointError: ``against`` can't be read.
     """
     conversion = _plan(output, against, options)
+    limits = Limits(threads=threads, memory_budget_bytes=options.memory_budget_bytes)
     recorded = None if output.record is None else output.record.get("fingerprint")
     if conversion.manifest.layout == "huggingface" and conversion.fingerprint != recorded:
-        check, comparison = _with_reference(output, conversion, options, progress, reader)
+        check, comparison = _with_reference(output, conversion, limits, progress, reader)
         return [check], comparison
-    check, comparison = _with_source(output, conversion, options, progress, reader)
+    check, comparison = _with_source(output, conversion, limits, progress, reader)
     return [check_source_checksums(conversion.manifest, conversion.plan, progress, threads), check], comparison
 
 
@@ -69,22 +71,20 @@ def _plan(output: Output, against: Path, options: VerifyOptions) -> Conversion:
 
 
 def _with_source(
-    output: Output, conversion: Conversion, options: VerifyOptions, progress: Progress, reader: BoxReader | None
+    output: Output, conversion: Conversion, limits: Limits, progress: Progress, reader: BoxReader | None
 ) -> tuple[Check, Comparison]:
     planned = {tensor.fqn: tensor for tensor in conversion.plan.tensors}
     wanted = {fqn: (tensor.dtype.name, tensor.shape) for fqn, tensor in planned.items()}
     common, problems = _common(output, wanted)
     source = SourceReader(conversion.manifest)
     reader = reader or OutputReader(list(output.headers))
-    comparison = compare_plan(
-        {fqn: planned[fqn] for fqn in common}, reader, source, options.memory_budget_bytes, progress
-    )
+    comparison = compare_plan([planned[fqn] for fqn in common], reader, source, limits, progress)
     how = f"{source.how} ({source.note})" if source.note else source.how
     return values_check(comparison, how, problems), comparison
 
 
 def _with_reference(
-    output: Output, conversion: Conversion, options: VerifyOptions, progress: Progress, reader: BoxReader | None
+    output: Output, conversion: Conversion, limits: Limits, progress: Progress, reader: BoxReader | None
 ) -> tuple[Check, Comparison]:
     reference = HuggingFaceRereader([Path(file.path) for file in conversion.manifest.files])
     ties = {**conversion.manifest.ties, **conversion.plan.ties}
@@ -96,11 +96,8 @@ def _with_reference(
     common, problems = _common(output, wanted)
     reader = reader or OutputReader(list(output.headers))
     comparison = Comparison()
-    most = max(1024, options.memory_budget_bytes // BYTES_PER_ELEMENT)
-    for fqn in common:
-        shape = output.tensors[fqn].shape
-        compare_tensor(comparison, fqn, shape, partial(reader.read, fqn), partial(reference.read, fqn), most)
-        progress(output.tensors[fqn].nbytes)
+    all_wanted = [Wanted(fqn, output.tensors[fqn].shape, partial(reference.read, fqn)) for fqn in common]
+    compare_tensors(comparison, all_wanted, reader, limits, progress)
     return values_check(comparison, f"{reference.how}, as a reference model", problems), comparison
 
 

@@ -1,18 +1,24 @@
 """Every element of the output against torch's own cast of the source.
 
 The output is read by the safetensors library, the source by a second reader: neither path was taken by the writer.
-Memory is bounded by a budget: tensors are compared in boxes.
+Tensors are compared in boxes, by several threads; their number and size are bounded by a budget of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from functools import partial
+from itertools import groupby
+from math import isfinite, prod
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptflow.plan import PlannedTensor
+from ckptflow.processes.pools import windowed
 from ckptflow.tensors import Shape
 from ckptflow.validate.lora import fold_rows, read_factors, ulps
 from ckptflow.validate.report import Check, Figure, RoundingHistogram, listing
@@ -25,10 +31,68 @@ if TYPE_CHECKING:
 
 BYTES_PER_ELEMENT = 48
 """Source, cast, output, float64 copies and index tensors of one element, at worst."""
+BOX_ELEMENTS = 1 << 19
+"""What is made of so many stays in a core's cache from one step to the next."""
 HISTOGRAM_BINS = 32
-SAMPLE_ELEMENTS = 1 << 18
+SAMPLE_ELEMENTS = 1 << 16
+"""Of each tensor."""
 
 ReadBox = Callable[[Shape, Shape], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor to compare.
+
+    Attributes:
+        fqn: its name in the output.
+        shape: of both.
+        read: gives boxes of the source, from any thread.
+    """
+
+    fqn: str
+    shape: Shape
+    read: ReadBox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """What a cast did to the elements of a box.
+
+    Attributes:
+        cast_from: torch's name of the source's dtype.
+        largest: error of a finite element.
+        coarsest: the largest relative error that rounding to nearest makes of a normal number.
+        counts: elements of the sample by relative error, in equal bins up to ``coarsest``.
+        exact: elements of the sample that were not changed.
+        sampled: elements in the sample.
+    """
+
+    cast_from: str
+    largest: float
+    coarsest: float
+    counts: Sequence[int]
+    exact: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxResult:
+    """One box of a tensor, compared.
+
+    Attributes:
+        elements: how many.
+        nbytes: of the output.
+        differing: elements whose bits are not those of the source.
+        first: the first of them, for people.
+        rounding: None where nothing was cast.
+    """
+
+    elements: int
+    nbytes: int
+    differing: int = 0
+    first: str = ""
+    rounding: Rounding | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +119,28 @@ class Comparison:
             return None
         edges = tuple(self.coarsest * i / HISTOGRAM_BINS for i in range(HISTOGRAM_BINS + 1))
         return RoundingHistogram(edges=edges, counts=tuple(self.counts), exact=self.exact, sampled=self.sampled)
+
+    def add(self, fqn: str, boxes: Sequence[BoxResult]) -> None:
+        """Count a tensor, whose boxes come in order."""
+        elements, differing = sum(box.elements for box in boxes), sum(box.differing for box in boxes)
+        self.tensors += 1
+        self.elements += elements
+        self.differing += differing
+        if differing:
+            first = next(box.first for box in boxes if box.differing)
+            self.problems.append(f"{fqn}: {differing} of {elements} elements differ, {first}")
+        for rounding in (box.rounding for box in boxes):
+            if rounding is not None:
+                self._add_rounding(fqn, rounding)
+
+    def _add_rounding(self, fqn: str, rounding: Rounding) -> None:
+        self.cast_from.add(rounding.cast_from)
+        if rounding.largest > self.largest_error:
+            self.largest_error, self.largest_error_in = rounding.largest, fqn
+        self.coarsest = max(self.coarsest, rounding.coarsest)
+        self.counts = [sum(pair) for pair in zip(self.counts, rounding.counts, strict=True)]
+        self.exact += rounding.exact
+        self.sampled += rounding.sampled
 
 
 class BoxReader(Protocol):
@@ -84,30 +170,37 @@ class OutputReader:
         return box
 
 
-def compare_tensor(
-    result: Comparison, fqn: str, shape: Shape, read_output: ReadBox, read_source: ReadBox, most_elements: int
-) -> None:
-    """Compare one tensor bit for bit with torch's cast of its source, and measure the rounding."""
-    differing, first = 0, ""
-    for offsets, sizes in boxes(shape, most_elements):
-        found, source = read_output(offsets, sizes), read_source(offsets, sizes)
-        wanted = source if source.dtype == found.dtype else source.to(found.dtype)
-        count, at = _differences(found, wanted)
-        if count and not differing:
-            where = [o + i for o, i in zip(offsets, at, strict=True)]
-            first = f"first at {where}: {found[tuple(at)].item()!r} instead of {wanted[tuple(at)].item()!r}"
-        differing += count
-        if source.dtype != found.dtype and found.dtype.is_floating_point:
-            _measure(result, fqn, source, found)
-    _count(result, fqn, prod(shape), differing, first)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a comparison may take: threads, and bytes of buffers."""
+
+    threads: int
+    memory_budget_bytes: int
 
 
-def _count(result: Comparison, fqn: str, elements: int, differing: int, first: str) -> None:
-    result.tensors += 1
-    result.elements += elements
-    result.differing += differing
+def compare_box(found: torch.Tensor, source: torch.Tensor, offsets: Shape, sample_step: int) -> BoxResult:
+    """Compare a box bit for bit with torch's cast of its source, and measure the rounding.
+
+    Args:
+        found: the box of the output.
+        source: the same box of the source, in the source's dtype.
+        offsets: where it lies in the tensor.
+        sample_step: one of so many elements is in the sample of rounding errors.
+    """
+    wanted = source if source.dtype == found.dtype else source.to(found.dtype)
+    differing, at = _differences(found, wanted)
+    first = ""
     if differing:
-        result.problems.append(f"{fqn}: {differing} of {elements} elements differ, {first}")
+        where = [o + i for o, i in zip(offsets, at, strict=True)]
+        first = f"first at {where}: {found[tuple(at)].item()!r} instead of {wanted[tuple(at)].item()!r}"
+    is_cast = source.dtype != found.dtype and found.dtype.is_floating_point
+    return BoxResult(
+        elements=found.numel(),
+        nbytes=found.nbytes,
+        differing=differing,
+        first=first,
+        rounding=_measure(source, found, sample_step) if is_cast else None,
+    )
 
 
 def _differences(found: torch.Tensor, wanted: torch.Tensor) -> tuple[int, list[int]]:
@@ -125,27 +218,82 @@ def _differences(found: torch.Tensor, wanted: torch.Tensor) -> tuple[int, list[i
     return len(places), [int(i) for i in places[0]] if len(places) else []
 
 
-def _measure(result: Comparison, fqn: str, source: torch.Tensor, found: torch.Tensor) -> None:
+def _measure(source: torch.Tensor, found: torch.Tensor, step: int) -> Rounding:
     import torch
 
-    result.cast_from.add(str(source.dtype).removeprefix("torch."))
     wide = torch.float64 if source.dtype == torch.float64 else torch.float32
     values = source.to(wide).flatten()
-    error = (values - found.to(wide).flatten()).abs()
-    largest = float(error.nan_to_num(0.0, 0.0, 0.0).max())
-    if largest > result.largest_error:
-        result.largest_error, result.largest_error_in = largest, fqn
-    step = -(-len(values) // SAMPLE_ELEMENTS)
+    error = found.to(wide).flatten().sub_(values).abs_()
+    largest = float(error.max())
+    if not isfinite(largest):
+        largest = float(error.nan_to_num(0.0, 0.0, 0.0).max())
     values, error = values[::step], error[::step]
     changed = (error > 0) & error.isfinite()
     relative = (error[changed] / values[changed].abs()).float()
     # Rounding to nearest moves a normal number by at most half the distance to its neighbour.
-    result.coarsest = max(result.coarsest, torch.finfo(found.dtype).eps / 2)
-    bins = (relative / result.coarsest * HISTOGRAM_BINS).clamp(0, HISTOGRAM_BINS - 1).long()
-    for index, count in enumerate(torch.bincount(bins, minlength=HISTOGRAM_BINS).tolist()):
-        result.counts[index] += count
-    result.exact += int((error == 0).sum())
-    result.sampled += len(values)
+    coarsest = torch.finfo(found.dtype).eps / 2
+    bins = (relative / coarsest * HISTOGRAM_BINS).clamp(0, HISTOGRAM_BINS - 1).long()
+    return Rounding(
+        cast_from=str(source.dtype).removeprefix("torch."),
+        largest=largest,
+        coarsest=coarsest,
+        counts=torch.bincount(bins, minlength=HISTOGRAM_BINS).tolist(),
+        exact=int((error == 0).sum()),
+        sampled=len(values),
+    )
+
+
+def compare_tensors(
+    result: Comparison,
+    all_wanted: Iterable[Wanted],
+    output: BoxReader,
+    limits: Limits,
+    progress: Callable[[int], None],
+) -> None:
+    """Compare tensors bit for bit with their sources.
+
+    Args:
+        result: what is found is added to it.
+        all_wanted: the tensors.
+        output: read by this thread alone, in the order of ``all_wanted``.
+        limits: threads that compare, and memory.
+        progress: told the bytes of output that were compared.
+    """
+    window = limits.threads + 2
+    most = min(BOX_ELEMENTS, max(1024, limits.memory_budget_bytes // BYTES_PER_ELEMENT // window))
+
+    def items() -> Iterator[tuple[Wanted, Shape, torch.Tensor, Shape]]:
+        for wanted in all_wanted:
+            if not prod(wanted.shape):
+                result.add(wanted.fqn, [])
+            for offsets, sizes in boxes(wanted.shape, most):
+                yield wanted, offsets, output.read(wanted.fqn, offsets, sizes), sizes
+
+    def work(item: tuple[Wanted, Shape, torch.Tensor, Shape]) -> tuple[str, BoxResult]:
+        wanted, offsets, found, sizes = item
+        step = -(-prod(wanted.shape) // SAMPLE_ELEMENTS)
+        return wanted.fqn, compare_box(found, wanted.read(offsets, sizes), offsets, step)
+
+    with one_thread_each(), ThreadPoolExecutor(limits.threads, "ckptflow-compare") as pool:
+        for fqn, group in groupby(windowed(pool, work, items(), window), key=itemgetter(0)):
+            found = []
+            for _, box in group:
+                progress(box.nbytes)
+                found.append(box)
+            result.add(fqn, found)
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Each of torch's operations runs in the thread that calls it: more are worth less than boxes side by side."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def compare_folded(
@@ -181,7 +329,8 @@ def compare_folded(
             )
         differing += int(outside.sum())
     result.folded += 1
-    _count(result, tensor.fqn, prod(shape), differing, where)
+    nbytes = prod(shape) * tensor.dtype.itemsize
+    result.add(tensor.fqn, [BoxResult(elements=prod(shape), nbytes=nbytes, differing=differing, first=where)])
 
 
 def _rows(shape: Shape, first: int, step: int) -> tuple[Shape, Shape]:
@@ -190,25 +339,26 @@ def _rows(shape: Shape, first: int, step: int) -> tuple[Shape, Shape]:
 
 
 def compare_plan(
-    planned: Mapping[str, PlannedTensor],
+    planned: Sequence[PlannedTensor],
     output: BoxReader,
     source: SourceReader,
-    memory_budget_bytes: int,
+    limits: Limits,
     progress: Callable[[int], None],
 ) -> Comparison:
     """Compare all planned tensors with their sources; the caller has checked that the output has them in that shape."""
-    from functools import partial
-
     result = Comparison()
-    most = max(1024, memory_budget_bytes // BYTES_PER_ELEMENT)
-    for fqn, tensor in planned.items():
-        read_output = partial(output.read, fqn)
-        read_source = partial(source.read, tensor, source.name_for(tensor))
-        if tensor.fold is not None:
-            compare_folded(result, tensor, read_output, read_source, most)
-        else:
-            compare_tensor(result, fqn, tensor.shape, read_output, read_source, most)
-        progress(tensor.nbytes)
+
+    def wanted(tensor: PlannedTensor) -> Wanted:
+        return Wanted(tensor.fqn, tensor.shape, partial(source.read, tensor, source.name_for(tensor)))
+
+    for is_folded, group in groupby(planned, key=lambda tensor: tensor.fold is not None):
+        if not is_folded:
+            compare_tensors(result, map(wanted, group), output, limits, progress)
+            continue
+        most = max(1024, limits.memory_budget_bytes // BYTES_PER_ELEMENT)
+        for tensor in group:
+            compare_folded(result, tensor, partial(output.read, tensor.fqn), wanted(tensor).read, most)
+            progress(tensor.nbytes)
     return result
 
 

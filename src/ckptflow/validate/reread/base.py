@@ -80,7 +80,7 @@ def put_together(
     import torch
 
     box: torch.Tensor | None = None
-    filled = torch.zeros(sizes, dtype=torch.bool)
+    filled: torch.Tensor | None = None
     for at, extent, read in parts:
         low = [max(a, b) for a, b in zip(at, offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(at, extent, offsets, sizes, strict=True)]
@@ -88,15 +88,18 @@ def put_together(
             continue
         inner = tuple(lo - a for lo, a in zip(low, at, strict=True))
         values = read(inner, tuple(h - lo for lo, h in zip(low, high, strict=True)))
-        box = torch.empty(sizes, dtype=values.dtype) if box is None else box
+        if tuple(values.shape) == sizes:
+            return values
+        if box is None or filled is None:
+            box, filled = torch.empty(sizes, dtype=values.dtype), torch.zeros(sizes, dtype=torch.bool)
         where = window_of(tuple(lo - b for lo, b in zip(low, offsets, strict=True)), tuple(values.shape))
         box[where], filled[where] = values, True
-    if box is None or not bool(filled.all()):
+    if box is None or filled is None or not bool(filled.all()):
         raise InconsistentCheckpointError(
             "the parts of a tensor leave a gap",
             tensor=fqn,
             expected=f"{prod(sizes)} elements at {list(offsets)}",
-            found=f"{int(filled.sum())} elements",
+            found=f"{0 if filled is None else int(filled.sum())} elements",
         )
     return box
 

@@ -6,7 +6,6 @@ pickle; what it means is read here again.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,16 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ckptflow.errors import InconsistentCheckpointError
 from ckptflow.tensors import Shape
 from ckptflow.torchfiles import read_pickle, stub_state
-from ckptflow.validate.reread.base import by_ending, put_together, window_of
-from ckptflow.validate.reread.torch_stubs import load_plain, trained_values
+from ckptflow.validate.reread.base import by_ending, put_together
+from ckptflow.validate.reread.mapped import MappedFiles, MappedTensor
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-
-MOST_ENTRY_BYTES = 128 * 10**6
-"""An entry is loaded whole; tensors with larger ones are left to the manifest's pieces."""
 
 OPTIMIZER = "optim"
 """Keys that begin so are its states: two thirds of all entries."""
@@ -70,7 +66,8 @@ class DcpRereader:
             if where.get("offset") is not None and str(where["fqn"]) in self._tensors:
                 self._places[str(where["fqn"]), _sizes(where["offset"])] = dict(stub_state(info))
         self._look_up = by_ending(self._tensors, ("", "model."))
-        self._entry = lru_cache(maxsize=2)(self._load_entry)
+        self._mapped = MappedFiles()
+        self._entry = lru_cache(maxsize=4096)(self._load_entry)
         # Megatron stacks all layers and experts in one key, which is asked for as often as there are tensors in it.
         self.stored_shape = lru_cache(maxsize=1024)(self._find_shape)
         self._chunks = lru_cache(maxsize=16)(self._find_chunks)
@@ -83,13 +80,11 @@ class DcpRereader:
         return self.read_stored(self._look_up(fqn) or fqn, offsets, sizes)
 
     def _find_shape(self, key: str) -> Shape | None:
-        """Shape of a key; None where there is none, or its entries are compressed or too large to be loaded whole."""
+        """Shape of a key; None where there is none, or its entries are compressed."""
         if "size" not in self._tensors.get(key, {}):
             return None
         places = [self._places.get((key, tuple(offsets))) for offsets in self._chunks(key).offsets.tolist()]
-        plain = all(
-            p is not None and p["length"] <= MOST_ENTRY_BYTES and not p.get("transform_descriptors") for p in places
-        )
+        plain = all(p is not None and not p.get("transform_descriptors") for p in places)
         return _sizes(self._tensors[key]["size"]) if plain else None
 
     def _find_chunks(self, key: str) -> Chunks:
@@ -112,21 +107,18 @@ class DcpRereader:
 
     def _read_entry(self, key: str, at: Shape, extent: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
         entry = self._entry(key, at)
-        if tuple(entry.shape) != extent:
+        if entry.shape != extent:
             raise InconsistentCheckpointError(
                 "an entry has another shape than .metadata says",
                 tensor=key,
                 expected=list(extent),
                 found=list(entry.shape),
             )
-        return entry[window_of(offsets, sizes)]
+        return entry.read(offsets, sizes)
 
-    def _load_entry(self, key: str, at: Shape) -> torch.Tensor:
+    def _load_entry(self, key: str, at: Shape) -> MappedTensor:
         place = self._places[key, at]
-        with open(self._files[place["relative_path"]], "rb") as file:
-            file.seek(place["offset"])
-            data = io.BytesIO(file.read(place["length"]))
-        return trained_values(load_plain(data)).detach()
+        return self._mapped.tensor(self._files[place["relative_path"]], place["offset"], place["length"])
 
 
 def _mapping(state: Mapping[str, object], name: str) -> Mapping[Any, Any]:

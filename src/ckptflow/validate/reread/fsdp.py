@@ -31,11 +31,11 @@ RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.pt$")
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A rank's part of a tensor and the global indices of its rows in every dim."""
+    """A rank's part of a tensor and the global indices of its rows in every dim, a range where they are neighbours."""
 
     file: Path
     local: torch.Tensor
-    indices: tuple[torch.Tensor, ...]
+    indices: tuple[range | torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +97,25 @@ class FsdpRereader:
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         import torch
 
-        shards = self._shards(fqn)
-        box = torch.empty(sizes, dtype=shards[0].local.dtype)
-        filled = torch.zeros(sizes, dtype=torch.bool)
-        for shard in shards:
-            rows = [
-                ((index >= low) & (index < low + size)).nonzero().flatten()
-                for index, low, size in zip(shard.indices, offsets, sizes, strict=True)
-            ]
-            if any(len(row) == 0 for row in rows):
+        box: torch.Tensor | None = None
+        filled: torch.Tensor | None = None
+        for shard in self._shards(fqn):
+            met = [_meeting(*dim) for dim in zip(shard.indices, offsets, sizes, strict=True)]
+            if any(not _count(rows) for rows, _ in met):
                 continue
-            places = [shard.indices[d][row] - offsets[d] for d, row in enumerate(rows)]
-            box[_grid(places)] = shard.local[_grid(rows)]
-            filled[_grid(places)] = True
-        if not bool(filled.all()):
+            values = shard.local[_grid([rows for rows, _ in met])]
+            if tuple(values.shape) == sizes and all(isinstance(places, slice) for _, places in met):
+                return values
+            if box is None or filled is None:
+                box, filled = torch.empty(sizes, dtype=values.dtype), torch.zeros(sizes, dtype=torch.bool)
+            places = _grid([places for _, places in met])
+            box[places], filled[places] = values, True
+        if box is None or filled is None or not bool(filled.all()):
             raise InconsistentCheckpointError(
                 "the shards of a tensor leave a gap",
                 tensor=fqn,
                 expected=f"{prod(sizes)} elements at {list(offsets)}",
-                found=f"{int(filled.sum())} elements",
+                found=f"{0 if filled is None else int(filled.sum())} elements",
             )
         return box
 
@@ -168,34 +168,38 @@ class _RankFile:
         return found
 
 
-def _grid(rows: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Index of the rows of each dim, crossed; runs of neighbours become slices, which copy faster."""
+def _meeting(index: range | torch.Tensor, low: int, size: int) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
+    """Which of a shard's rows lie in ``[low, low + size)``, and where they lie there."""
+    if isinstance(index, range):
+        first, last = max(index.start, low), min(index.stop, low + size)
+        last = max(first, last)
+        return slice(first - index.start, last - index.start), slice(first - low, last - low)
+    rows = ((index >= low) & (index < low + size)).nonzero().flatten()
+    return rows, index[rows] - low
+
+
+def _count(rows: slice | torch.Tensor) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def _grid(rows: Sequence[slice | torch.Tensor]) -> tuple[Any, ...]:
+    """Index of the rows of each dim, crossed."""
     import torch
 
-    runs = [slice(int(r[0]), int(r[-1]) + 1) if int(r[-1]) - int(r[0]) + 1 == len(r) else None for r in rows]
-    if all(run is not None for run in runs):
-        return tuple(runs)
-    return torch.meshgrid(*rows, indexing="ij")
+    if all(isinstance(run, slice) for run in rows):
+        return tuple(rows)
+    numbers = [torch.arange(run.start, run.stop) if isinstance(run, slice) else run for run in rows]
+    return torch.meshgrid(*numbers, indexing="ij")
 
 
-def _all_indices(shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    return tuple(map(_counted, shape))
-
-
-@lru_cache(maxsize=16)
-def _counted(size: int) -> torch.Tensor:
-    """All indices of a dim, which the parts of all ranks share."""
-    import torch
-
-    return torch.arange(size)
+def _all_indices(shape: Sequence[int]) -> tuple[range, ...]:
+    return tuple(map(range, shape))
 
 
 def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> LocalShard:
-    import torch
-
     if isinstance(place, Region):
         ranges = zip(place.offsets, place.sizes, strict=True)
-        return LocalShard(path, local, tuple(torch.arange(offset, offset + size) for offset, size in ranges))
+        return LocalShard(path, local, tuple(range(offset, offset + size) for offset, size in ranges))
     cuts: list[tuple[tuple[int, int], ...]] = [()] * len(place.shape)
     # Left to right, but a strided shard was cut after those on its right: the larger its factor, the later.
     done = [1] * len(place.shape)
@@ -219,13 +223,13 @@ def _placed(fqn: str, path: Path, local: torch.Tensor, place: Cut | Region) -> L
     return LocalShard(path, local, indices)
 
 
-def _cut_index(size: int, cuts: tuple[tuple[int, int], ...]) -> torch.Tensor:
+def _cut_index(size: int, cuts: tuple[tuple[int, int], ...]) -> range | torch.Tensor:
     """Indices of a dim that are left after ``cuts``: number of chunks and the one to take, from left to right."""
     if not cuts:
-        return _counted(size)
+        return range(size)
     *before, (number, at) = cuts
     chunks = _chunks(size, tuple(before), number)
-    return chunks[at] if at < len(chunks) else chunks[0][:0]
+    return _as_run(chunks[at]) if at < len(chunks) else range(0)
 
 
 @lru_cache(maxsize=64)
@@ -233,7 +237,17 @@ def _chunks(size: int, cuts: tuple[tuple[int, int], ...], number: int) -> tuple[
     """All chunks of a dim, for all ranks: each has one of them."""
     import torch
 
-    return torch.chunk(_cut_index(size, cuts), number)
+    index = _cut_index(size, cuts)
+    return torch.chunk(torch.arange(index.start, index.stop) if isinstance(index, range) else index, number)
+
+
+def _as_run(index: torch.Tensor) -> range | torch.Tensor:
+    """A range where the indices are neighbours."""
+    if not len(index):
+        return range(0)
+    first = int(index[0])
+    is_run = int(index[-1]) - first + 1 == len(index) and bool((index.diff() == 1).all())
+    return range(first, first + len(index)) if is_run else index
 
 
 def _split(fqn: str, path: Path, mesh_dim: int, placement: Inert) -> tuple[int, int, int] | None:

@@ -8,11 +8,11 @@ DeepSpeed's classes, which torch does not know, and those of Megatron's args.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,10 @@ TRAINING_WRAPPERS = {
     "torchao.prototype.moe_training.tensor.ScaledGroupedMMTensor": "_data",
     "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
 }
+
+
+_SAFE_GLOBALS = threading.Lock()
+"""torch has one set for all threads."""
 
 
 class Inert:
@@ -119,7 +123,7 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     return _load(path, [*allowed, *of_torchao])
 
 
-def load_plain(source: Path | BytesIO, *, mmap: bool = False) -> Any:
+def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """A torch file of nothing but what torch allows, and torchao's classes around weights: see ``trained_values``.
 
     Raises:
@@ -133,7 +137,7 @@ def load_plain(source: Path | BytesIO, *, mmap: bool = False) -> Any:
         allowed = _of_torchao(source, _wrapped_tensor())
         if not allowed:
             raise
-    if isinstance(source, BytesIO):
+    if not isinstance(source, Path):
         source.seek(0)
     with _only_safe_globals(allowed):
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
@@ -157,10 +161,10 @@ def _wrapped_tensor() -> type:
     return WrappedTensor
 
 
-def _of_torchao(source: Path | BytesIO, wrapped: type) -> list[Any]:
+def _of_torchao(source: Path | IO[bytes], wrapped: type) -> list[Any]:
     import torch
 
-    if isinstance(source, BytesIO):
+    if not isinstance(source, Path):
         source.seek(0)
     names = [n for n in torch.serialization.get_unsafe_globals_in_checkpoint(source) if n.startswith("torchao.")]
     if not any(name in TRAINING_WRAPPERS for name in names):
@@ -222,14 +226,15 @@ def _only_safe_globals(allowed: list[Any]) -> Iterator[None]:
     """torch.distributed allows its own classes once it is imported; under one name torch keeps either, by chance."""
     import torch
 
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        torch.serialization.add_safe_globals(allowed)
-        yield
-    finally:
+    with _SAFE_GLOBALS:
+        before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        try:
+            torch.serialization.add_safe_globals(allowed)
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
 
 
 def parts_of(value: torch.Tensor) -> Any:
