@@ -29,8 +29,9 @@ from ckptflow.formats.megatron_legacy import MegatronLegacyCheckpoint
 from ckptflow.formats.mxnet import MXNetParams
 from ckptflow.formats.peft import PeftAdapter
 from ckptflow.formats.peft_base import with_base_model
+from ckptflow.formats.side_files import damaged_side_file
 from ckptflow.formats.step_names import STEP_NAME, global_step_of, role_of
-from ckptflow.formats.verdicts import unless_marked
+from ckptflow.formats.verdicts import refused, unless_marked
 from ckptflow.formats.zero_tails import unless_growing, zero_tail_notes
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.processes.collector import without_gc
@@ -192,7 +193,8 @@ def check(location: Location) -> Completeness:
     """Whether the checkpoint is whole."""
     try:
         verdict = unless_marked(format_of(location.layout).check(location), location.path)
-        return unless_growing(verdict, location.path)
+        damage = damaged_side_file(location.path, location.root) if verdict.state == "complete" else None
+        return unless_growing(verdict, location.path) if damage is None else refused(damage, location.path)
     except (FileNotFoundError, NotADirectoryError) as error:
         return Completeness(state="incomplete", reason=f"{Path(str(error.filename)).name} vanished while it was read")
     except OSError as error:

@@ -5,52 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ckptflow.errors import UnsafeFileError
 from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.files import stays_inside
+from ckptflow.formats.side_files import check_whole_side_file, side_file_paths
 from ckptflow.output.sentence_modules import MODULES
 from ckptflow.plan import ConsolidationPlan
 from ckptflow.transforms.quantized import quantized_module_of, quantized_modules
 
 MAX_SIDE_FILE_BYTES = 256 * 1024 * 1024
-# What transformers' from_pretrained classes look for; anything else in the directory belongs to the trainer.
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer*.model",
-    "tekken.json",
-    "*.tiktoken",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "source.spm",
-    "target.spm",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*.json",
-    "chat_template*.jinja",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "audio_tokenizer_config.json",
-    "configuration_*.py",
-    "modeling_*.py",
-    "tokenization_*.py",
-    "processing_*.py",
-    "image_processing_*.py",
-    "LICENSE*",
-)
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEY = "quantization_config"
 
@@ -64,18 +30,18 @@ def side_files(directory: Path, root: Path) -> Iterator[tuple[str, bytes]]:
 
     Raises:
         UnsafeFileError: a link leads out of ``root``, or a file is absurdly large.
+        CheckpointError: another subclass: a file was not written to its end.
     """
-    for path in sorted((*directory.glob("*"), *directory.glob("additional_chat_templates/*"))):
-        name = str(path.relative_to(directory))
-        if not any(fnmatchcase(name, pattern) for pattern in SIDE_FILES) or not path.is_file():
-            continue
+    for path in side_file_paths(directory):
         if not stays_inside(path, root):
             raise UnsafeFileError(
                 "a link leads out of the checkpoint", file=path, found=path.resolve(), fix="replace it by the file"
             )
         if path.stat().st_size > MAX_SIDE_FILE_BYTES:
             raise UnsafeFileError("not a config or tokenizer file at that size", file=path, found=path.stat().st_size)
-        yield name, path.read_bytes()
+        content = path.read_bytes()
+        check_whole_side_file(path, content)
+        yield str(path.relative_to(directory)), content
 
 
 def read_config(directory: Path | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ckptflow.errors import UsageError
-from ckptflow.output.sidefiles import SIDE_FILES
+from ckptflow.formats.side_files import SIDE_FILES
 
 HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
