@@ -8,6 +8,7 @@ trace that a save leaves is compared.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from ckptflow.formats.dcp_records import STALE, DcpFiles
 from ckptflow.formats.dcp_subtree import OPTIMIZER, TrainingState
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.safetensors_header import starts_as_safetensors
+from ckptflow.formats.written_together import check_written_together
+from ckptflow.tensors import SourceFile
 
 METADATA = ".metadata"
 PARTIAL_METADATA = ".metadata.tmp"
@@ -33,6 +36,8 @@ RANK_METADATA = re.compile(r"__\d+\.metadata")
 # Clocks of several writers differ a little, and copies of small checkpoints land within it in any order.
 CLOCK_TOLERANCE_NS = 2 * 10**9
 STEP_DIRECTORY = re.compile(r"(?P<stem>(?:global_?step|step|checkpoint|ckpt|iter|iteration)[._=-]?)(?P<step>\d+)")
+# The shortest end-of-directory record of a zip file.
+ZIP_END_BYTES = 22
 # Step counters to look at: per file, and files.
 STEPS_PER_FILE = 6
 FILES_WITH_STEPS = 64
@@ -68,7 +73,7 @@ def read_metadata(directory: Path, root: Path) -> DcpMetadata:
 
 
 def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
-    """Every data file is there, exactly as long as its entries, and not younger than ``.metadata``.
+    """Every data file is there, exactly as long as its entries, and written right before ``.metadata``.
 
     Raises:
         IncompleteCheckpointError: a file is missing, short, or being written again.
@@ -76,8 +81,10 @@ def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
         UnsupportedCheckpointError: the files are safetensors.
     """
     written = checked_file(directory / METADATA, root)
+    files = [written]
     for name, end in sorted(metadata.file_ends.items()):
         file = checked_file(directory / name, root)
+        files.append(file)
         if file.nbytes != end and starts_as_safetensors(Path(file.path)):
             raise UnsupportedCheckpointError(
                 "the data files are safetensors, and .metadata doesn't tell where a tensor lies in them",
@@ -102,6 +109,7 @@ def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
                 found=f"{file.nbytes} bytes",
                 fix=STALE,
             )
+        _check_ends(file)
         if file.mtime_ns > written.mtime_ns + CLOCK_TOLERANCE_NS:
             raise IncompleteCheckpointError(
                 "a data file is younger than .metadata, which is written last: a newer save into this directory has "
@@ -109,12 +117,25 @@ def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
                 file=file.path,
                 expected="a time before that of .metadata",
                 found=f"{(file.mtime_ns - written.mtime_ns) / 10**9:.0f} s after it",
-                fix="wait for the save to finish; if the files were only copied without their times, touch .metadata",
+                fix="wait for the save to finish; if the files were only copied without their times, touch all of them",
             )
     partial = directory / PARTIAL_METADATA
     if partial.exists() and partial.stat().st_mtime_ns > written.mtime_ns:
         raise IncompleteCheckpointError(
             "a newer save into this directory has not finished", file=partial, fix="wait until it is renamed"
+        )
+    check_written_together(files)
+
+
+def _check_ends(file: SourceFile) -> None:
+    """The first entry begins, and the last one ends, as zip files do: not with zeros that a crash left."""
+    with open(file.path, "rb") as stream:
+        edges = (stream.read(4), os.pread(stream.fileno(), ZIP_END_BYTES, max(0, file.nbytes - ZIP_END_BYTES)))
+    if not all(map(any, edges)):
+        raise IncompleteCheckpointError(
+            "a data file begins or ends with zeros: its space was reserved and never written",
+            file=file.path,
+            fix="take another checkpoint, or copy the file again",
         )
 
 
@@ -128,6 +149,7 @@ def completeness(
     try:
         metadata = read_metadata(directory, root)
         check_files(metadata, directory, root)
+        check_one_save(metadata, directory, DcpFiles(directory, root))
         also(metadata)
     except CheckpointError as error:
         growing = isinstance(error, IncompleteCheckpointError) and "newer save" in error.what

@@ -25,6 +25,7 @@ from ckptflow.formats.config_files import find_config_dir, read_config
 from ckptflow.formats.files import list_names
 from ckptflow.formats.safetensors_header import SafetensorsFile, read_safetensors
 from ckptflow.formats.verdicts import YOUNG_SECONDS, newest_mtime, refused
+from ckptflow.formats.written_together import check_no_newer_part, check_written_together
 from ckptflow.manifest import CheckpointManifest
 from ckptflow.tensors import Shape, TensorSource, check_tiling, place
 from ckptflow.transforms.ties import EMBEDDINGS
@@ -127,7 +128,11 @@ def _read_files(location: Location) -> dict[str, SafetensorsFile]:
             found=f"no shard-…-model-{lost[0]:05d}-of-{max(counts):05d}.safetensors",
             fix="copy or save the checkpoint again",
         )
-    return {name: read_safetensors(location.path / name, location.root) for name in matches}
+    headers = {name: read_safetensors(location.path / name, location.root) for name in matches}
+    files = [header.file for header in headers.values()]
+    check_no_newer_part(location.path, files)
+    check_written_together(files)
+    return headers
 
 
 def _join(files: dict[str, SafetensorsFile]) -> dict[str, TensorSource]:

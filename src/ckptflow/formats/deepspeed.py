@@ -32,6 +32,7 @@ from ckptflow.formats.huggingface import TRAINER_DIRECTORY, TRAINER_STATE, unfin
 from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
 from ckptflow.formats.verdicts import refused
 from ckptflow.formats.weight_sets import left_out_files
+from ckptflow.formats.written_together import check_written_together
 from ckptflow.manifest import CheckpointManifest, EqualSources, LeftOut, Mesh
 from ckptflow.tensors import TensorSource
 
@@ -98,6 +99,7 @@ def _describe(location: Location, config_dir: Path | None) -> CheckpointManifest
         layers = layer_shapes(files, location.root)
         ranks = [read_weights(files, mp, location.root, layers) for mp in _mp_ranks(files)]
         tensors, equal = _join(files, ranks, location.root)
+        check_written_together({file.path: file for weights in ranks for file in weights.files}.values())
     extra = prove_by_copy_beside(location, tensors, {check.fqn for check in equal})
     adapter, adapter_notes = adapter_spec(tensors, location.root / CONFIG_NAME, location.root)
     model = ranks[0].model

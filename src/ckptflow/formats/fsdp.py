@@ -6,7 +6,7 @@ Written by verl and everything that follows it; FSDP1, FSDP2, HSDP, and both wit
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ckptflow.formats.rank_steps import check_one_step
 from ckptflow.formats.rank_tensors import RankTensors, same_description
 from ckptflow.formats.run_tracker import tracked_step, tracker_lag
 from ckptflow.formats.torch_tensors import AnyTensor, shared_windows, state_dict_entries, storage_use
+from ckptflow.formats.written_together import check_written_together
 from ckptflow.manifest import CheckpointManifest, EqualSources, LeftOut
 from ckptflow.tensors import SourceFile, TensorSource
 from ckptflow.torchfiles import DTensor, LazyTensor, ShardedTensor, open_torch_file
@@ -56,6 +57,7 @@ class FsdpRankFiles:
             files = [checked_file(location.path / name, location.root) for name in chosen.names.values()]
             for file in files:
                 check_own_name(open_torch_file(file.path), RANK_FILE)
+            _check_one_save(location.path, location.root, chosen, files)
         except IncompleteCheckpointError as error:
             announced = tracked_step(location.path) >= (_step_of(location) or 0)
             return Completeness(state="incomplete" if announced else "in-progress", reason=_one_line(error))
@@ -74,7 +76,7 @@ class FsdpRankFiles:
         if chosen.missing:
             raise _why_missing(directory, root, chosen)
         ranks = _read_ranks(directory, root, chosen)
-        check_one_step(directory, root, chosen)
+        _check_one_save(directory, root, chosen, ranks.files)
         names = model_names(ranks.tensors.tensors)
         mesh = ranks.tensors.mesh()
         tensors, equal, ties = _assemble_all(ranks, names)
@@ -198,6 +200,11 @@ def _chosen_set(directory: Path, root: Path) -> tuple[RankSet, list[str]]:
             f"rank files of world size {others} in the same directory are left out: {CONFIG_NAME} names {declared}"
         )
     return chosen, notes
+
+
+def _check_one_save(directory: Path, root: Path, chosen: RankSet, files: Sequence[SourceFile]) -> None:
+    check_one_step(directory, root, chosen)
+    check_written_together(files)
 
 
 def _missing_ranks(directory: Path, chosen: RankSet) -> IncompleteCheckpointError:

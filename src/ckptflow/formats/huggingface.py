@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpointError, InconsistentCheckpointError
+from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.formats.base import Completeness, Location, ReadOptions
 from ckptflow.formats.files import checked_file, list_names
 from ckptflow.formats.peft_config import CONFIG_NAME, adapter_spec
@@ -32,6 +33,7 @@ from ckptflow.formats.weight_sets import (
     shard_count,
     weight_sets,
 )
+from ckptflow.formats.written_together import check_no_newer_part, check_written_together
 from ckptflow.manifest import CheckpointManifest, LeftOut
 from ckptflow.tensors import SourceFile, TensorSource
 from ckptflow.torchfiles import LazyTensor, open_torch_file
@@ -59,8 +61,8 @@ class HuggingFaceDirectory:
     def check(self, location: Location) -> Completeness:
         """See ``Format.check``."""
         try:
-            for name in _files_of(location).names:
-                refuse_placeholders(_read_file(location, name).tensors, location.path / name)
+            for name, file in _read_files(location, _files_of(location)).items():
+                refuse_placeholders(file.tensors, location.path / name)
         except CheckpointError as error:
             verdict = refused(error, location.path)
             unfinished = isinstance(error, IncompleteCheckpointError) and unfinished_trainer_save(location.path)
@@ -74,9 +76,7 @@ class HuggingFaceDirectory:
     def read(self, location: Location, options: ReadOptions) -> CheckpointManifest:
         """See ``Format.read``."""
         chosen = _files_of(location)
-        held: dict[str, _Held] = {name: _read_file(location, name) for name in chosen.names}
-        if chosen.weight_map is not None:
-            check_weight_map(chosen.index, chosen.weight_map, {name: file.all_names for name, file in held.items()})
+        held = _read_files(location, chosen)
         tensors, ties = _joined(held)
         names = model_names([*tensors, *ties])
         tensors = {names[fqn]: source for fqn, source in tensors.items()}
@@ -114,11 +114,18 @@ def unfinished_trainer_save(directory: Path) -> bool:
     Other scripts give their directories such names too: without any other file of the Trainer it counts as unfinished
     only while it is young.
     """
-    if TRAINER_DIRECTORY.match(directory.name) is None or (directory / TRAINER_STATE).exists():
+    if TRAINER_DIRECTORY.match(directory.name) is None or _is_written(directory / TRAINER_STATE):
         return False
     if any(pattern.match(name) for name in list_names(directory) for pattern, _ in NOT_WEIGHTS):
         return True
     return time.time() - newest_mtime(directory) < TRUSTED_SECONDS
+
+
+def _is_written(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +210,27 @@ def _missing_shards(directory: Path, names: list[str], missing: str) -> Incomple
         found=f"{halves[0]}, which is still being written" if halves else None,
         fix="wait until the save has finished, or copy the missing file here",
     )
+
+
+def _read_files(location: Location, chosen: _Chosen) -> dict[str, _Held]:
+    """The chosen files, held against the index and each other."""
+    held = {name: _read_file(location, name) for name in chosen.names}
+    if chosen.weight_map is not None:
+        check_weight_map(chosen.index, chosen.weight_map, {name: file.all_names for name, file in held.items()})
+    files = [file.file for file in held.values()]
+    check_no_newer_part(location.path, files)
+    if not _is_proven_otherwise(location.path):
+        check_written_together(files)
+    return held
+
+
+def _is_proven_otherwise(directory: Path) -> bool:
+    """Whether files may be of any time: the Hub's client and ckptflow go on where they were stopped, and record hashes.
+
+    https://huggingface.co/docs/huggingface_hub/guides/download (snapshots of the cache, and ``.cache`` of --local-dir)
+    """
+    downloaded = directory.parent.name == "snapshots" or (directory / ".cache" / "huggingface").is_dir()
+    return downloaded or (directory / RECORD_NAME).is_file()
 
 
 def _read_file(location: Location, name: str) -> _Held:

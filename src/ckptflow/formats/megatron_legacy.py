@@ -18,6 +18,7 @@ from ckptflow.formats.files import list_names
 from ckptflow.formats.megatron_args import WHY_CONFIG, Grid, grid_of
 from ckptflow.formats.megatron_saves import Rank, check_one_save, check_places
 from ckptflow.formats.megatron_states import RankState, read_rank, with_global_experts
+from ckptflow.formats.written_together import check_written_together
 from ckptflow.manifest import CheckpointManifest, EqualSources, LeftOut
 from ckptflow.tensors import TensorSource
 from ckptflow.transforms.megatron_args import check_args
@@ -123,6 +124,7 @@ def _read_ranks(location: Location) -> tuple[Grid, dict[Rank, RankState]]:
         )
     states = {rank: read_rank(_weight_file(directory / name), root) for name, rank in names.items()}
     check_one_save(states, grid, directory)
+    check_written_together(state.file for state in states.values())
     return grid, states
 
 
