@@ -36,9 +36,27 @@ def test_a_side_file_that_a_crash_left_goes_into_no_model(tmp_path: Path, name: 
     (path / name).write_bytes(left)
     error = refused(path, tmp_path / "out")
     assert str(error.file) == str(path / name)
-    if (name, damage) != ("tokenizer.json", "cut"):  # which only parsing tells, and detect doesn't parse megabytes
-        assert check(locate(path)).state != "complete"
-        assert name in check(locate(path)).reason
+    assert check(locate(path)).state != "complete"
+    assert name in check(locate(path)).reason
+
+
+def test_a_tokenizer_beside_an_adapter_is_looked_at_too(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert check(locate(tmp_path)).state == "complete"
+    (tmp_path / "tokenizer.json").write_bytes(bytes(100))
+    assert check(locate(tmp_path)).state != "complete"
+
+
+def test_nothing_but_zeros_is_called_so(tmp_path: Path) -> None:
+    path = hf_step(tmp_path / "step")
+    index, weights = path / "model.safetensors.index.json", path / "model-00001-of-00002.safetensors"
+    for file in (path / "config.json", index, weights):
+        kept = file.read_bytes()
+        file.write_bytes(bytes(len(kept)))
+        assert "its space was reserved and never written" in refused(path, tmp_path / "out").what
+        file.write_bytes(kept)
 
 
 def test_holes_are_told_and_not_complete_while_they_are_young(tmp_path: Path) -> None:

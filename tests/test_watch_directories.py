@@ -92,7 +92,7 @@ def test_a_file_server_whose_clock_is_ahead_delays_nothing_for_ever(
 
 
 def test_a_step_is_given_when_its_last_file_is_there(tmp_path: Path, watcher: Watcher, clock: Clock) -> None:
-    step = hf_step(tmp_path / "run" / "checkpoint-10", missing=1)
+    step = hf_step(tmp_path / "run" / "checkpoint-10", age_seconds=1000, missing=1)
     assert watcher.look_everywhere() == []
     late = step / "model-00002-of-00002.safetensors"
     save_file({"layers.1.weight": np.ones((4, 4), np.float32)}, late)

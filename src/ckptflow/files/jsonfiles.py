@@ -39,8 +39,13 @@ def parse_json_object(data: bytes, origin: Path | str) -> dict[str, Any]:
     """The object in JSON bytes; duplicate keys, which readers resolve differently, are refused.
 
     Raises:
+        IncompleteCheckpointError: the bytes are zeros.
         CorruptFileError: it is not JSON, or not an object.
     """
+    if not data.strip(b"\0"):
+        raise IncompleteCheckpointError(
+            "nothing but zeros where JSON should be: its space was reserved and never written", file=origin
+        )
     try:
         value = json.loads(data, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

@@ -78,6 +78,12 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
         if len(start) < LENGTH_BYTES:
             raise _short(file, LENGTH_BYTES)
         nbytes = int.from_bytes(start, "little")
+        if nbytes == 0:
+            raise IncompleteCheckpointError(
+                "the file starts with zeros: its space was reserved and never written",
+                file=file.path,
+                expected="a safetensors file",
+            )
         if nbytes > MAX_HEADER_BYTES:
             if start.isascii() and start.lstrip()[:1] in (b"<", b"{", b"v"):
                 # A page of HTML, bare JSON, or a Git LFS pointer ("version https://…").

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptflow.errors import CheckpointError, CorruptFileError, IncompleteCheckpointError
-from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.formats.config_files import find_config_dir
+from ckptflow.formats.peft_config import CONFIG_NAME as ADAPTER_CONFIG
 
 # What transformers' from_pretrained classes look for; anything else in the directory belongs to the trainer.
 SIDE_FILES = (
@@ -49,6 +49,8 @@ SIDE_FILES = (
 _MAY_BE_EMPTY = ("*.py", "*.jinja", "LICENSE*")
 # Text and protocol buffers never end so; a page that a crash left unwritten does.
 _UNWRITTEN = bytes(16)
+# Tokenizers above that are parsed when they are carried over, not whenever somebody looks for checkpoints.
+_SMALL_BYTES = 10**6
 
 
 def side_file_paths(directory: Path) -> Iterator[Path]:
@@ -74,22 +76,25 @@ def check_whole_side_file(path: Path, content: bytes) -> None:
             raise CorruptFileError("not valid JSON", file=path, found=str(error), fix=_FIX) from error
 
 
-_FIX = "save or copy it again, or name a directory with whole files with --config"
+_FIX = "save or copy it again, or move it away and name a directory with whole files with --config"
 
 
 def damaged_side_file(path: Path, root: Path) -> CheckpointError | None:
-    """Why config or tokenizer of a checkpoint at ``path`` can't be carried over, as far as sizes and ends tell."""
-    directory = find_config_dir(path if path.is_dir() else path.parent, root)
-    if directory is None:
-        return None
+    """Why config or tokenizer of a checkpoint at ``path`` can't be carried over; large ones are only looked at."""
+    beside = path if path.is_dir() else path.parent
+    directories = {find_config_dir(beside, root)}
+    if (beside / ADAPTER_CONFIG).is_file():
+        directories.add(beside)
     try:
-        for file in side_file_paths(directory):
+        for file in (file for directory in directories if directory is not None for file in side_file_paths(directory)):
             with open(file, "rb") as stream:
                 nbytes = os.fstat(stream.fileno()).st_size
-                stream.seek(max(0, nbytes - len(_UNWRITTEN)))
-                _check_end(file, nbytes, stream.read())
-            if file.name in ("config.json", "generation_config.json"):
-                read_json_object(file)
+                stream.seek(0 if nbytes <= _SMALL_BYTES else nbytes - len(_UNWRITTEN))
+                content = stream.read()
+            if nbytes <= _SMALL_BYTES:
+                check_whole_side_file(file, content)
+            else:
+                _check_end(file, nbytes, content)
     except CheckpointError as error:
         return error
     except FileNotFoundError:
