@@ -117,7 +117,8 @@ def check_files(metadata: DcpMetadata, directory: Path, root: Path) -> None:
                 file=file.path,
                 expected="a time before that of .metadata",
                 found=f"{(file.mtime_ns - written.mtime_ns) / 10**9:.0f} s after it",
-                fix="wait for the save to finish; if the files were only copied without their times, touch all of them",
+                fix="wait for the save to finish; if the files were only copied without their times, touch all of "
+                "them, .metadata last",
             )
     partial = directory / PARTIAL_METADATA
     if partial.exists() and partial.stat().st_mtime_ns > written.mtime_ns:

@@ -40,7 +40,7 @@ def check_written_together(files: Iterable[SourceFile]) -> None:
                 expected=f"a time near that of {before.path}",
                 found=f"{_duration(pause)} after it",
                 fix="wait for the save to finish, or take another checkpoint; if they are of one save and were copied "
-                "without their times, touch all of them",
+                "without their times, touch all of them, hidden ones too",
             )
 
 
