@@ -136,6 +136,8 @@ def test_another_model_at_its_destination_is_refused_once_and_replaced_where_tha
     assert (alone["type"], alone["name"]) == (of_two["type"], of_two["name"]) == ("FAILED", "Refused")
     assert "the destination holds another model" in alone["message"]
     assert f"it is published at {places[1]}" in of_two["message"]
+    work_of_alone = tasks_of(lab, lab.runs("post-training written-twice step-10")[1])
+    assert [name.split()[0] for name in work_of_alone] == ["look", "inspect", "ask"], "refused before the work"
     assert replaced["name"] == "Completed"
     assert marker.read_bytes() != before
     assert not (path.parent / ".ckptflow").exists()

@@ -54,13 +54,13 @@ def test_the_names_and_tags_of_its_tasks_say_run_and_step(lab: FlowLab, publishe
     tasks = lab.task_runs(published.run)
     label = f"{RUN} step-120"
     files = [f"merge {label} file {number} of {WEIGHT_FILES}" for number in range(1, WEIGHT_FILES + 1)]
-    before = [f"look for {label} at {published.uri}"]
-    before += [f"{step} {label}" for step in ("inspect", "shrink", "cast", "check replicas of", "merge")]
+    before = [f"look for {label} at {published.uri}", f"inspect {label}", f"ask {published.uri} about {label}"]
+    before += [f"{step} {label}" for step in ("shrink", "cast", "check replicas of", "merge")]
     names = [task["name"] for task in tasks]
-    assert names[:6] == before
-    assert sorted(names[6 : 6 + WEIGHT_FILES]) == files
+    assert names[:7] == before
+    assert sorted(names[7 : 7 + WEIGHT_FILES]) == files
     after = [f"finish {label}", f"validate {label}", f"upload {label} to {published.uri}"]
-    assert names[6 + WEIGHT_FILES :] == [*after, f"announce {label} at {published.uri}"]
+    assert names[7 + WEIGHT_FILES :] == [*after, f"announce {label} at {published.uri}"]
     tags = {task["name"].split()[0]: set(task["tags"]) for task in tasks if task["name"] not in files}
     # A tag without need costs a request, and often seconds.
     limited = {"merge": {"gpu"}, "validate": {"gpu"}}

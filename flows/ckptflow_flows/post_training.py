@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from ckptflow.errors import (
 from ckptflow.files.locks import exclusive, in_use
 from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
-from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.several import Destination
 from ckptflow.request import ConvertRequest
 from ckptflow_flows.publication import Publication
@@ -38,7 +38,7 @@ from ckptflow_flows.takingover import take_over
 from ckptflow_flows.workplace import Workplace
 from ckptflow_tasks.planning import planned
 from ckptflow_tasks.proving import Proven, validate_model
-from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
+from ckptflow_tasks.reading import Inspected, cast_plan, inspect_checkpoint, shrink_plan
 from ckptflow_tasks.shrinking import shrink_source
 from ckptflow_tasks.step import heals, with_slot
 from ckptflow_tasks.writing import check_equal, finish_model, merge_files
@@ -135,10 +135,8 @@ def _publish_missing(checkpoint: PostTraining, location: Location, place: Workpl
             missing = publication.look(checkpoint.convert_request(place.out))
             if missing and checkpoint.machine.shrink_source:
                 shrink_source(location, SETTLE_SECONDS, label)  # before anything is planned: it changes the files
-            if missing and checkpoint.machine.no_local_copy:
-                publication.sent(missing[0], _streamed_model(checkpoint, location, place, missing[0], label))
-            elif missing:
-                publication.send(_proven_model(checkpoint, location, place, label), missing)
+            if missing:
+                _publish_at(missing, publication, checkpoint, place)
             state = publication.end()
         except REFUSALS:
             place.tidy(keep=False)  # what was made of a refused checkpoint must not look finished
@@ -148,18 +146,30 @@ def _publish_missing(checkpoint: PostTraining, location: Location, place: Workpl
     return state
 
 
-def _streamed_model(
-    checkpoint: PostTraining, location: Location, place: Workplace, destination: Destination, label: str
-) -> PublishRecord:
-    """The model, made and proven where it is published."""
-    request, there = checkpoint.convert_request(place.out), destination.for_checkpoint(location)
-    how, forward = checkpoint.verify_options(), checkpoint.validation.forward
-    return stream_model(request, there, label, forward=forward, options=how)
+def _publish_at(
+    missing: Sequence[Destination], publication: Publication, checkpoint: PostTraining, place: Workplace
+) -> None:
+    """The model, made and proven, at each destination that would take it."""
+    request, label = checkpoint.convert_request(place.out), publication.label
+    inspected = inspect_checkpoint(request, label)
+    missing = publication.ask(request, inspected, missing)
+    if not missing:
+        return
+    inspected = cast_plan(request, shrink_plan(request, inspected, label), label)
+    if checkpoint.machine.no_local_copy:
+        there = missing[0].for_checkpoint(publication.location)
+        how, forward = checkpoint.verify_options(), checkpoint.validation.forward
+        record = stream_model(request, inspected, there, label, forward=forward, options=how)
+        publication.sent(missing[0], record)
+    else:
+        publication.send(_proven_model(checkpoint, request, inspected, place, label), missing)
 
 
-def _proven_model(checkpoint: PostTraining, location: Location, place: Workplace, label: str) -> Proven:
+def _proven_model(
+    checkpoint: PostTraining, request: ConvertRequest, inspected: Inspected, place: Workplace, label: str
+) -> Proven:
     """The model, made and proven by this run or by one before it that could not publish it everywhere."""
-    directory = _make(checkpoint.convert_request(place.out), label)
+    directory = _make(request, inspected, label)
     how, forward = checkpoint.verify_options(), checkpoint.validation.forward
     proven = place.proven_before(how, forward)
     if proven is None:
@@ -168,11 +178,8 @@ def _proven_model(checkpoint: PostTraining, location: Location, place: Workplace
     return proven
 
 
-def _make(request: ConvertRequest, label: str) -> str:
+def _make(request: ConvertRequest, inspected: Inspected, label: str) -> str:
     """The model directory, of this run or of one before it."""
-    inspected = inspect_checkpoint(request, label)
-    inspected = shrink_plan(request, inspected, label)
-    inspected = cast_plan(request, inspected, label)
     with claim(planned(request, inspected.fingerprint)) as record:
         if record is not None:
             return str(request.out)

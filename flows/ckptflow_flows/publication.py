@@ -16,7 +16,8 @@ from ckptflow.publish.several import Destination, DestinationOutcome, told_in_wo
 from ckptflow.request import ConvertRequest
 from ckptflow_tasks.announcing import announce_published
 from ckptflow_tasks.proving import Proven
-from ckptflow_tasks.publishing import find_published, upload_model
+from ckptflow_tasks.publishing import ask_destination, find_published, upload_model
+from ckptflow_tasks.reading import Inspected
 
 R = TypeVar("R")
 
@@ -54,6 +55,17 @@ class Publication:
                 if self.was_left:
                     self._announce(destination, None)
         return missing
+
+    def ask(self, request: ConvertRequest, inspected: Inspected, missing: Sequence[Destination]) -> list[Destination]:
+        """Those that would take the model that is planned; any other one has failed, before the work and not after."""
+        free = []
+        for destination in missing:
+            there = destination.for_checkpoint(self.location)
+            asked = ask_destination(request, inspected, there, self.label, destination.uri, return_state=True)
+            self._result(destination, asked)
+            if asked.is_completed():
+                free.append(destination)
+        return free
 
     def send(self, proven: Proven, missing: Sequence[Destination]) -> None:
         """Publish at each, whatever became of those before."""

@@ -7,19 +7,26 @@ from ckptflow.publish.several import Destination
 from ckptflow.publish.streaming import claim_stream
 from ckptflow.request import ConvertRequest
 from ckptflow.validate.verify import VerifyOptions
-from ckptflow_tasks.reading import cast_plan, inspect_checkpoint, shrink_plan
+from ckptflow_tasks.reading import Inspected
 from ckptflow_tasks.step import with_slot
 from ckptflow_tasks.streaming import prepare_destination, stream_files, streaming_of, upload_rest, validate_stored
 from ckptflow_tasks.writing import check_equal
 
 
 def stream_model(
-    request: ConvertRequest, destination: Destination, label: str, *, forward: bool, options: VerifyOptions
+    request: ConvertRequest,
+    inspected: Inspected,
+    destination: Destination,
+    label: str,
+    *,
+    forward: bool,
+    options: VerifyOptions,
 ) -> PublishRecord:
     """Make the model at its destination.
 
     Args:
         request: what to make; a small hidden directory lies beside ``out`` meanwhile.
+        inspected: the plan of it.
         destination: of this model alone.
         label: of the checkpoint, for names.
         forward: load the model and run it, where it may be fetched for that.
@@ -29,9 +36,6 @@ def stream_model(
         CkptflowError: refused or failed; what was sent of a refused model is taken away.
     """
     place = destination.uri
-    inspected = inspect_checkpoint(request, label)
-    inspected = shrink_plan(request, inspected, label)
-    inspected = cast_plan(request, inspected, label)
     with claim_stream(streaming_of(request, inspected, destination)):
         published = prepare_destination(request, inspected, destination, label, place)
         if published is not None:

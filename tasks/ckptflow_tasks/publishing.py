@@ -1,4 +1,4 @@
-"""look and upload: is the model at a destination, and how it gets there."""
+"""look, ask and upload: is the model at a destination, would that take it, and how it gets there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prefect import get_run_logger
 from ckptflow.cli.console import format_bytes
 from ckptflow.conversion import recipe_of
 from ckptflow.formats.base import Location
+from ckptflow.publish.before import check_before_work
 from ckptflow.publish.model import read_local_model
 from ckptflow.publish.records import PublishRecord
 from ckptflow.publish.several import Destination
@@ -17,7 +18,9 @@ from ckptflow.publish.upload import upload
 from ckptflow.request import ConvertRequest
 from ckptflow_tasks import artifacts
 from ckptflow_tasks.limits import LIMITS
+from ckptflow_tasks.planning import planned
 from ckptflow_tasks.proving import Proven
+from ckptflow_tasks.reading import Inspected
 from ckptflow_tasks.step import step
 
 
@@ -27,6 +30,14 @@ def find_published(
 ) -> bool:
     """Whether the model that this checkpoint makes by this recipe is at a destination already."""
     return is_published(location, destination.uri, destination.settings, recipe_of(request))
+
+
+@step("ask", run_name="ask {place} about {label}", timeout_seconds=LIMITS.metadata_timeout_seconds)
+def ask_destination(
+    request: ConvertRequest, inspected: Inspected, destination: Destination, label: str, place: str
+) -> None:
+    """Refuse a destination that would not take the model in the end: before the work, and by the upload's own rule."""
+    check_before_work(planned(request, inspected.fingerprint), destination)
 
 
 @step("upload", run_name="upload {label} to {place}", timeout_seconds=LIMITS.upload_timeout_seconds)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from huggingface_hub import HfApi
 
 from ckptflow.errors import PermanentPublishError
-from ckptflow.publish.hub_card import CARD_NAME, check_card, make_card
+from ckptflow.publish.hub_card import CARD_NAME, check_card, check_card_options, make_card
 from ckptflow.publish.hub_client import HubCaller
 from ckptflow.publish.hub_commit import HubCommit, is_hidden
 from ckptflow.publish.hub_files import Addition, Staged, TreeFile, check_file
@@ -77,6 +77,12 @@ class HubTarget:
         self._repo.check_card(card)
         self._repo.open(settings.visibility)
         self._load()
+
+    def check_rights(self) -> None:
+        """Ask whether the token may write, and who could read; a repository that is not there is not made yet."""
+        self._caller.check_token()
+        check_card_options(self._settings.license, self._settings.base_model_id)
+        self._repo.check(self._settings.visibility)
 
     def list_files(self) -> dict[str, str]:
         """Name → a tag of the content; what is staged counts as there."""

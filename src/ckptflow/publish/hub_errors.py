@@ -17,12 +17,12 @@ TransportError: type[Exception] = import_module(HfHubHTTPError.__mro__[1].__modu
 HUB_FAILURES = (HfHubHTTPError, TransportError, RuntimeError, ValueError, OSError)
 
 _TOKEN_FIX = "set HF_TOKEN, or log in with `hf auth login`, with a token that may write"
-_RIGHTS_FIX = "give the token the right to write to this repository or organization, or choose another one"
+RIGHTS_FIX = "give the token the right to write to this repository or organization, or choose another one"
 _CURES = {
     400: None,
     401: _TOKEN_FIX,
     402: "free storage on the Hub, or ask its owner for more",
-    403: _RIGHTS_FIX,
+    403: RIGHTS_FIX,
     404: "check the name of the repository and the endpoint",
     413: "convert again with a smaller --max-shard-size",
 }

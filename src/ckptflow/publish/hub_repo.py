@@ -18,6 +18,7 @@ from ckptflow.errors import PermanentPublishError, UsageError
 from ckptflow.publish.hub_client import HubCaller
 from ckptflow.publish.hub_errors import status_of
 from ckptflow.publish.hub_files import TreeFile
+from ckptflow.publish.hub_rights import check_may_write
 from ckptflow.publish.settings import MIB, Visibility
 
 _URI = re.compile(r"hf://(?P<repo_id>[^/@]+/[^/@]+?)/?(?:@(?P<tag>tag:)?(?P<revision>.+))?")
@@ -101,6 +102,20 @@ class HubRepo:
                 where=self.where,
             )
             is_private = self._is_private()
+        self._check_visibility(is_private, visibility)
+
+    def check(self, visibility: Visibility) -> None:
+        """What ``open`` and a commit would refuse, as far as that is told without making anything.
+
+        Raises:
+            PermanentPublishError: it is public and private was asked for, or the token may not write.
+        """
+        is_private = self._is_private()
+        if is_private is not None:
+            self._check_visibility(is_private, visibility)
+        check_may_write(self.caller, self.repo_id, is_there=is_private is not None)
+
+    def _check_visibility(self, is_private: bool | None, visibility: Visibility) -> None:
         if not is_private and visibility == "private":
             raise PermanentPublishError(
                 "the repository is public, and private was asked for",

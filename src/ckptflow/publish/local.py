@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -14,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
+from ckptflow.files.jsonfiles import fsync_directory
 from ckptflow.files.locks import is_free
 from ckptflow.publish.model import LocalFile, LocalModel
 from ckptflow.publish.mounts import check_mounted
@@ -76,6 +78,12 @@ class LocalTarget:
                 file=self._root,
                 fix="choose another directory",
             )
+
+    def check_rights(self) -> None:
+        """Refuse a directory that can't be written; where it is not there, the nearest one above it."""
+        with self._store_errors(self._root):
+            there = next(path for path in (self._root, *self._root.parents) if path.exists())
+            tempfile.TemporaryFile(dir=there).close()
 
     def list_files(self) -> dict[str, str]:
         """Name → inode, size and time of last change."""
@@ -148,7 +156,7 @@ class LocalTarget:
         with self._store_errors(path):
             if path.exists() or path.is_symlink():
                 path.unlink(missing_ok=True)
-                _fsync_directory(path.parent)
+                fsync_directory(path.parent)
 
     def tidy_file(self, name: str) -> None:
         """Temporary files of the dead were removed at the start, whatever they were to become."""
@@ -220,7 +228,7 @@ def _make_directories(path: Path) -> None:
     if not path.is_dir():
         _make_directories(path.parent)
         path.mkdir(exist_ok=True)
-        _fsync_directory(path.parent)
+        fsync_directory(path.parent)
 
 
 def _create_locked(directory: Path) -> tuple[int, Path]:
@@ -252,7 +260,7 @@ def _link(temp_path: Path, path: Path) -> bool:
         if path.exists():
             return False
         os.rename(temp_path, path)
-    _fsync_directory(path.parent)
+    fsync_directory(path.parent)
     return True
 
 
@@ -286,11 +294,3 @@ def _tag(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     return f"{facts.st_ino}-{facts.st_size}-{facts.st_mtime_ns}"
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

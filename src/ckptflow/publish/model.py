@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ckptflow.errors import OutputError, VerificationError
@@ -34,10 +34,14 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """What publishing needs of a ``ckptflow.json``: the fingerprint, and size and sha256 of each file by name."""
+    """What publishing needs of a ``ckptflow.json``: the fingerprint, and size and sha256 of each file by name.
+
+    ``source`` names the checkpoint for people; a copy of it elsewhere makes the same model.
+    """
 
     fingerprint: str
     files: Mapping[str, tuple[int, str]]
+    source: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,9 @@ def parse_marker(content: bytes) -> Marker:
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HEX_SHA256.fullmatch(sha256):
             raise ValueError(f"no size or sha256 of {name!r}")
         table[name] = (size, sha256)
-    return Marker(fingerprint=fingerprint, files=table)
+    source = document.get("source")
+    name = source.get("name") if isinstance(source, dict) else None
+    return Marker(fingerprint=fingerprint, files=table, source=name if isinstance(name, str) else None)
 
 
 def marker_in(content: bytes | None) -> Marker | None:

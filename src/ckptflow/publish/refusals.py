@@ -17,7 +17,8 @@ def other_model(uri: str, mine: Marker, other: Marker | None) -> DestinationTake
         file=f"{uri}: {MARKER_NAME}",
         expected=f"nothing, or the model with fingerprint {mine.fingerprint}",
         found="a record that does not parse" if other is None else _difference(other, mine),
-        fix=f"choose another destination, or replace that model: {HOW_TO_OVERWRITE}",
+        fix="choose another destination (two runs of one name want one each), or replace that model: "
+        f"{HOW_TO_OVERWRITE}",
     )
 
 
@@ -82,6 +83,6 @@ def not_held(uri: str, file: LocalFile) -> TransientPublishError:
 
 def _difference(other: Marker, mine: Marker) -> str:
     if other.fingerprint != mine.fingerprint:
-        return f"fingerprint {other.fingerprint}"
+        return f"that of {other.source or 'some checkpoint'}, fingerprint {other.fingerprint}"
     names = sorted(name for name in {*other.files, *mine.files} if other.files.get(name) != mine.files.get(name))
     return f"the same source and recipe, but other bytes in {', '.join(names[:5])}"

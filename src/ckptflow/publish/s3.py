@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 
 from ckptflow.errors import TransientPublishError, UsageError
 from ckptflow.publish.digests import DigestName, ObjectDigest, PartDigest, digest_file, digest_object, digest_part
-from ckptflow.publish.model import LocalFile, LocalModel
+from ckptflow.publish.model import MARKER_NAME, LocalFile, LocalModel
 from ckptflow.publish.parts import PartPlan, plan_parts
 from ckptflow.publish.s3_client import S3Caller
 from ckptflow.publish.s3_errors import error_code
@@ -78,6 +78,15 @@ class S3Target:
         """Refuse files that are too large for an object before the first is sent."""
         for file in model.files:
             plan_parts(file.bytes, self._settings.part_size_bytes)
+
+    def check_rights(self) -> None:
+        """Open an upload of the marker, and abort it: that takes the right to write, and no reader sees it."""
+
+        def action(client: S3Client) -> str:
+            return client.create_multipart_upload(Bucket=self._bucket, Key=self._key(MARKER_NAME))["UploadId"]
+
+        upload_id = self._caller.run(action, what="can't write to the destination", where=self._uri)
+        abort_upload(self._caller, self._bucket, self._key(MARKER_NAME), upload_id)
 
     def close(self) -> None:
         """Stop the threads and close the connections.

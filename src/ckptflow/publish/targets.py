@@ -42,6 +42,9 @@ class Target(Protocol):
     def prepare(self, model: LocalModel) -> None:
         """Called once before a model is sent: refuse now what would be refused at the end, make what must be there."""
 
+    def check_rights(self) -> None:
+        """Refuse rights that don't do for an upload, as far as that can be told at once and without leaving a trace."""
+
     def list_files(self) -> Mapping[str, str]:
         """Name → tag of each file there; a tag changes when the file does. Files in the making are left out."""
 

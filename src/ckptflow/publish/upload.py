@@ -28,6 +28,7 @@ from ckptflow.publish.model import (
     marker_in,
     read_local_model,
 )
+from ckptflow.publish.place import check_free, look_at
 from ckptflow.publish.records import PublishedFile, PublishRecord
 from ckptflow.publish.settings import PublishSettings
 from ckptflow.publish.targets import Progress, Target, open_target
@@ -164,18 +165,12 @@ class _Publication:
         return send_in_order(self.model.files, send, first=first, large_at_once=large_at_once)
 
     def _look(self) -> _Prior:
-        # The marker first: whoever sees it also sees, in a later listing, all that was put before it.
-        content = self.target.read_file(MARKER_NAME)
-        listing = self.target.list_files()
+        place = look_at(self.target)
+        content, listing = place.marker_content, place.listing
         is_same = content is not None and self._is_this_model(content)
         names = {file.name for file in self.model.files}
-        foreign = sorted(set(listing) - names - {MARKER_NAME})
         if not is_same:
-            refusals.check_no_training(self.target.uri, foreign)
-        if content is not None and not is_same and not self.overwrite:
-            raise refusals.other_model(self.target.uri, self.model.marker, marker_in(content))
-        if content is None and foreign and not self.overwrite:
-            raise refusals.foreign_files(self.target.uri, foreign)
+            check_free(self.target.uri, place, self.model.marker, names, overwrite=self.overwrite)
         proven: dict[str, str] = {}
         differing: list[str] = []
         for file in self.model.files:
@@ -189,7 +184,11 @@ class _Publication:
         if differing and not is_same and not self.overwrite:
             raise refusals.foreign_files(self.target.uri, differing)
         return _Prior(
-            marker_content=content, is_same=is_same, proven=proven, differing=differing, foreign=frozenset(foreign)
+            marker_content=content,
+            is_same=is_same,
+            proven=proven,
+            differing=differing,
+            foreign=frozenset(place.foreign(names)),
         )
 
     def _is_this_model(self, content: bytes) -> bool:

@@ -59,6 +59,20 @@ def _info(hub: Hub, call: Call, repo_id: str, revision: str = "") -> Reply:
     return Reply.of(facts)
 
 
+def _auth_check(hub: Hub, call: Call, repo_id: str) -> Reply:
+    repo_of(hub, call, repo_id)
+    call.check_write()
+    return Reply()
+
+
+def _whoami(hub: Hub, call: Call) -> Reply:
+    if call.role is None:
+        raise HubError(401, "Invalid username or password.")
+    return Reply.of(
+        {"type": "user", "name": "tester", "auth": {"type": "access_token", "accessToken": {"role": call.role}}}
+    )
+
+
 def _refs(hub: Hub, call: Call, repo_id: str) -> Reply:
     repo = repo_of(hub, call, repo_id)
 
@@ -180,6 +194,8 @@ ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [
     ("POST", "/api/validate-yaml", _validate_yaml),
     ("GET", f"/api/models/{_REPO}", _info),
     ("GET", f"/api/models/{_REPO}/revision/{_REV}", _info),
+    ("GET", "/api/whoami-v2", _whoami),
+    ("GET", f"/api/models/{_REPO}/auth-check/write", _auth_check),
     ("GET", f"/api/models/{_REPO}/refs", _refs),
     ("GET", f"/api/models/{_REPO}/commits/{_REV}", _commits),
     ("GET", f"/api/models/{_REPO}/tree/{_REV}", _tree),

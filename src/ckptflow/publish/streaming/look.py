@@ -10,7 +10,9 @@ from contextlib import closing
 from ckptflow.convert import add_side_files
 from ckptflow.engine.inorder import weight_file_bytes
 from ckptflow.publish import refusals
+from ckptflow.publish.before import names_of
 from ckptflow.publish.model import MARKER_NAME, Marker, marker_in, publish_order
+from ckptflow.publish.place import check_free, look_at
 from ckptflow.publish.records import PublishedFile, PublishRecord
 from ckptflow.publish.streaming.base import Streaming
 from ckptflow.publish.streaming.target import StreamTarget
@@ -34,25 +36,20 @@ def prepare_stream(streaming: Streaming) -> PublishRecord | None:
     side = add_side_files(conversion, [], conversion.side)
     with closing(streaming.open_target()) as target:
         target.check_sizes({file.name: weight_file_bytes(file) for file in streaming.files})
-        # The marker first: whoever sees it also sees, in a later listing, all that was put before it.
-        content = target.read_file(MARKER_NAME)
-        listing = target.list_files()
-        marker = marker_in(content)
+        place = look_at(target)
+        marker = marker_in(place.marker_content)
         if marker is not None and marker.fingerprint == conversion.fingerprint:
-            return _published_before(streaming, target, marker, content or b"")
-        weights = {file.name for file in streaming.files}
+            return _published_before(streaming, target, marker, place.marker_content or b"")
+        mine = Marker(fingerprint=conversion.fingerprint, files={})
+        check_free(target.uri, place, mine, names_of(conversion), overwrite=streaming.overwrite)
         if not streaming.overwrite:
-            if content is not None:
-                raise refusals.other_model(target.uri, Marker(fingerprint=conversion.fingerprint, files={}), marker)
-            foreign = set(listing) - weights - set(side)
-            there = [streaming.local(name, **side[name]) for name in set(side) & set(listing)]
-            foreign |= {file.name for file in there if target.prove_file(file) is None}
-            if foreign:
-                raise refusals.foreign_files(target.uri, foreign)
-            return None
-        refusals.check_no_training(target.uri, listing)
-        if content is not None:
-            make_room(target, content, sorted(weights & set(listing)))
+            there = [streaming.local(name, **side[name]) for name in set(side) & set(place.listing)]
+            differing = [file.name for file in there if target.prove_file(file) is None]
+            if differing:
+                raise refusals.foreign_files(target.uri, differing)
+        if place.marker_content is not None:
+            weights = {file.name for file in streaming.files}
+            make_room(target, place.marker_content, sorted(weights & set(place.listing)))
     return None
 
 
