@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +29,22 @@ pytestmark = pytest.mark.service
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with running_lab(tmp_path_factory.mktemp("dying")) as site:
-        yield site
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with running_lab(tmp_path_factory.mktemp("dying")) as running:
+        yield running
+
+
+@pytest.fixture
+def lab(site: Lab) -> Lab:
+    """With a server, whatever became of that of the test before."""
+    if not site.is_healthy():
+        site.start_server()
+    return site
 
 
 @contextmanager
-def held_up(lab: Lab, step: Path, path: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """``ckptflow run PATH``, which has begun the run for one step and waits there until the end of the context."""
+def held_up(lab: Lab, step: Path, path: Path, n: int = 1, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """``ckptflow run PATH``, which has begun run ``n`` for one step and waits there until the end of the context."""
     with exclusive(work_lock(work_path(locate(step)))):
         process = subprocess.Popen(
             [sys.executable, "-m", "ckptflow.cli", "run", str(path), "--to", lab.destination, "--no-forward", "--json"],
@@ -46,7 +55,7 @@ def held_up(lab: Lab, step: Path, path: Path, **environment: str) -> Iterator[su
             start_new_session=True,
         )
         lab.started.append(process)  # type: ignore[arg-type]  # text or bytes is all one to who ends it
-        wait_until(lambda: [run["state_type"] for run in runs_of(lab, step)] == ["RUNNING"], "it has begun")
+        wait_until(lambda: [run["state_type"] for run in runs_of(lab, step)] == ["RUNNING"] * n, "it has begun")
         yield process
 
 
@@ -82,3 +91,58 @@ def test_what_was_done_before_the_server_died_for_good_is_told(lab: Lab, tmp_pat
     assert finished.status == 1
     assert [(each["path"], each["state"]) for each in finished.outcomes] == [(str(first), "published")]
     assert "\nckptflow: the Prefect server can't be reached\n" in finished.stderr
+
+
+def test_a_run_that_is_told_to_end_does_so_in_time_without_a_server_and_is_finished_by_the_next(lab: Lab) -> None:
+    step = hf_step(lab.runs_dir / "told-to-end" / "checkpoint-10")
+    with held_up(lab, step, step) as process:
+        kill_server(lab)
+        told = time.monotonic()
+        process.terminate()
+        process.communicate(timeout=200)
+        # Prefect tries each last word for a minute; Slurm kills after 30 seconds.
+        assert time.monotonic() - told < 25
+    assert process.returncode != 0
+    lab.start_server()
+    assert not lab.is_published("told-to-end", 10)
+    assert [run["state_name"] for run in runs_of(lab, step)] == ["Running"], "nothing is done that is not"
+    with held_up(lab, step, step, n=2) as again:
+        pass
+    finished = finish(again)
+    assert [outcome["state"] for outcome in finished.outcomes] == ["published"], finished.stderr
+    assert runs_of(lab, step)[-1]["state_name"] == "Completed"
+
+
+ARTIFACTS = """
+import json, os, signal, sys, time
+from prefect import flow, task
+from ckptflow_tasks import artifacts
+
+@task
+def show():
+    seconds = []
+    artifacts.table("first", "with a server", [{"a": 1}])
+    os.kill(int(sys.argv[1]), signal.SIGKILL)
+    for _ in range(3):
+        started = time.monotonic()
+        artifacts.table("later", "without one", [{"a": 1}])
+        seconds.append(time.monotonic() - started)
+    print(json.dumps(seconds), flush=True)
+    os._exit(0)
+
+@flow
+def shows():
+    show()
+
+shows()
+"""
+
+
+def test_without_a_server_one_artifact_waits_for_it_and_no_other_does(lab: Lab) -> None:
+    server = next(process for process in reversed(lab.started) if "server" in process.args)  # type: ignore[operator]
+    command = [sys.executable, "-c", ARTIFACTS, str(server.pid)]
+    environment = lab.environment | {"PREFECT_CLIENT_MAX_RETRIES": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
+    first, *later = json.loads(done.stdout.splitlines()[-1])
+    assert first > 3, "2 and 4 seconds"
+    assert max(later) < 2

@@ -11,6 +11,7 @@ from typing import Any
 from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
+from prefect.exceptions import TerminationSignal
 from prefect.states import Failed
 
 from ckptflow.convert import claim
@@ -30,6 +31,7 @@ from ckptflow.formats.base import Location
 from ckptflow.formats.registry import locate
 from ckptflow.publish.several import Destination
 from ckptflow.request import ConvertRequest
+from ckptflow_flows.ending import ask_briefly, end_in_time
 from ckptflow_flows.publication import Publication
 from ckptflow_flows.runners import Workers, one_server
 from ckptflow_flows.settings import PostTraining
@@ -75,6 +77,7 @@ def post_training(checkpoint: PostTraining) -> Any:
         checkpoint: which checkpoint, what to make of it, and where to publish it.
     """
     logger = get_run_logger()
+    end_in_time()
     try:
         location = locate(checkpoint.path)
         label = label_of(location)
@@ -89,6 +92,9 @@ def post_training(checkpoint: PostTraining) -> Any:
             return refused(reason)
         logger.error("failed: %s", error)
         return Failed(message=_in_one_line(error), data=error)
+    except TerminationSignal:
+        ask_briefly()
+        raise
     logger.log(logging.INFO if state.is_completed() else logging.ERROR, "%s", state.message)
     return state
 

@@ -24,6 +24,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckptflow.cli.console import format_bytes
 
@@ -133,12 +134,22 @@ class ByteProgress:
         return f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}{left}"
 
 
+class _Server:
+    """Whether the server took the last artifact; where it did not, the next one is tried once, and not for a minute."""
+
+    is_away = False
+
+
 def _create(create: Callable[..., Any], **arguments: Any) -> Any:
     try:
-        return create(**arguments)
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0} if _Server.is_away else {}):
+            made = create(**arguments)
     except (PrefectException, httpx.HTTPError, OSError) as error:
         logger.warning("could not show an artifact in the UI: %s", error)
+        _Server.is_away = True
         return None
+    _Server.is_away = False
+    return made
 
 
 def _cell(value: object) -> Cell:
