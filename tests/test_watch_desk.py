@@ -347,3 +347,36 @@ def test_a_run_that_died_after_the_last_upload_is_made_up_for_once_nobody_holds_
     at.drop(30)  # and all are looked at again
     at.desk.turn()
     assert at.runs.started == [(10, 1)]
+
+
+def test_two_runs_of_one_name_are_not_both_at_work_on_one_destination(office: Callable[..., Office]) -> None:
+    it = office()
+    first, second = (hf_step(it.root / team / "exp1" / "checkpoint-10") for team in ("teamA", "teamB"))
+    other = hf_step(it.root / "teamB" / "exp2" / "checkpoint-20")
+    look = Watcher([it.root], settle_seconds=0)
+    it.desk.take([each for each in look.look_everywhere() if each.location.path == first])
+    it.pass_time(0)
+    it.pass_time(1)  # the first is not due again
+    it.desk.take(
+        [each for each in Watcher([it.root], settle_seconds=0).look_everywhere() if each.location.path != first]
+    )
+    it.pass_time(0)
+    started = [location.path for location in it.runs.last]
+    assert started == [first, other], "hours of work would end in a refusal"
+    said = {outcome.checkpoint.location.path: outcome for outcome in it.said}
+    assert said[second].state == "waiting"
+    assert f"{first} is on its way to the same place" in said[second].detail
+    assert "models/exp1/step-10" in said[second].detail
+    it.runs.end("completed")
+    it.pass_time(100)
+    assert second in [location.path for location in it.runs.last], "its run says whether the place is taken"
+
+
+def test_of_two_models_of_one_place_in_one_look_one_is_started(office: Callable[..., Office]) -> None:
+    it = office()
+    for name in ("alice", "bob"):
+        hf_step(it.root / "run" / "global_step_10" / name)
+    it.desk.take(Watcher([it.root], settle_seconds=0).look_everywhere())
+    it.pass_time(0)
+    assert len(it.runs.started) == 1
+    assert sorted(outcome.state for outcome in it.said) == ["started", "waiting"]

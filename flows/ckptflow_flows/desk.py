@@ -65,7 +65,7 @@ class Desk:
         turn = in_policy_order(due, self.starter.policy)[:TURN]
         unsure = [each for each, when in self._unsure.values() if when <= now][:TURN]
         try:
-            outcomes = self.starter.start_missing(turn, self._connected()) if turn else []
+            outcomes = self.starter.start_missing(turn, self._connected(), self._all_but(turn)) if turn else []
             sure = self._connected().make_sure_announced(unsure, self.starter.making) if unsure else set()
         except self.away as error:
             self._back_off(error)
@@ -83,6 +83,10 @@ class Desk:
         for location in sure:
             self._unsure.pop(location.path, None)
             self._announced.add(location.path)
+
+    def _all_but(self, turn: Iterable[ReadyCheckpoint]) -> list[ReadyCheckpoint]:
+        paths = {each.location.path for each in turn}
+        return [each for path, each in self._open.items() if path not in paths]
 
     def check_set_up(self) -> None:
         """Tell a person at once that there is nothing to start; a server that is away is waited for.

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ckptflow.discovery.destinations import destination_of
 from ckptflow.discovery.discover import by_step
 from ckptflow.discovery.watching import ReadyCheckpoint
 from ckptflow.errors import OutputError, PublishError, TransientPublishError
@@ -93,8 +94,18 @@ class Starter:
     max_waiting: int = MAX_WAITING
     clock: Callable[[], float] = time.time
 
-    def start_missing(self, checkpoints: Iterable[ReadyCheckpoint], runs: Runs) -> list[Outcome]:
+    def start_missing(
+        self, checkpoints: Iterable[ReadyCheckpoint], runs: Runs, others: Iterable[ReadyCheckpoint] = ()
+    ) -> list[Outcome]:
         """Start a run for each checkpoint that needs one, first by policy, while there is room.
+
+        Of checkpoints that go to one place, such as those of two runs of one name, one has a run at a time: whether the
+        next one is the same model, or finds its place taken, shows before its work and not at its end.
+
+        Args:
+            checkpoints: those to look at.
+            runs: where runs are started.
+            others: checkpoints that are not due, of which some may be at work.
 
         Raises:
             Exception: of ``runs``, when the server is away. What was started before that is started; asking again
@@ -103,7 +114,10 @@ class Starter:
         ordered = in_policy_order((each for each in checkpoints if each.location.path.exists()), self.policy)
         looked_up = {each.location: answer for each, answer in zip(ordered, self._published(ordered), strict=True)}
         missing = [each for each in ordered if looked_up[each.location] is False]
-        last = runs.last_runs([each.location for each in missing], self.making) if missing else {}
+        rivals = self._rivals(missing, others)
+        asked = [each.location for each in missing] + rivals
+        last = runs.last_runs(asked, self.making) if missing else {}
+        at_work = {place: each for each in asked if _is_at_work(last.get(each)) for place in self._places(each)}
         decisions = {each.location: self._decide(each, last.get(each.location)) for each in missing}
         needs_room = any(decision.attempt for decision in decisions.values())
         room = self.max_waiting - runs.waiting() if needs_room else 0
@@ -111,10 +125,31 @@ class Starter:
             self._without_run(each, answer) for each in ordered if (answer := looked_up[each.location]) is not False
         ]
         for each in missing:
-            outcome = self._act(each, decisions[each.location], runs, room)
-            room -= outcome.state == "started"
+            decision, places = decisions[each.location], self._places(each.location)
+            taken = next((place for place in places if at_work.get(place, each.location) != each.location), None)
+            if decision.attempt and taken is not None:
+                outcomes.append(self._behind(each, at_work[taken], taken))
+                continue
+            outcome = self._act(each, decision, runs, room)
+            if outcome.state == "started":
+                room -= 1
+                at_work |= dict.fromkeys(places, each.location)
             outcomes.append(outcome)
         return outcomes
+
+    def _places(self, location: Location) -> list[str]:
+        return [destination_of(location, destination.uri) for destination in self.making.destinations]
+
+    def _rivals(self, missing: Sequence[ReadyCheckpoint], others: Iterable[ReadyCheckpoint]) -> list[Location]:
+        """Those of the others that go where one of the missing goes."""
+        places = {place for each in missing for place in self._places(each.location)}
+        return [each.location for each in others if places.intersection(self._places(each.location))]
+
+    def _behind(self, checkpoint: ReadyCheckpoint, other: Location, place: str) -> Outcome:
+        cure = "give each a destination of its own: {step} in it or, for two runs of one name, a watch for each root"
+        detail = f"{other.path} is on its way to the same place, {place}; {cure}"
+        again_at = self.clock() + RUNNING_SECONDS
+        return Outcome(checkpoint=checkpoint, state="waiting", detail=detail, again_at=again_at)
 
     def _published(self, checkpoints: Sequence[ReadyCheckpoint]) -> list[bool | Exception]:
         """Whether each is published and its run through, or why its own files or the destinations don't tell."""
@@ -187,3 +222,7 @@ class Starter:
             again_at=self.clock() + RUNNING_SECONDS,
             has_run=True,
         )
+
+
+def _is_at_work(last: LastRun | None) -> bool:
+    return last is not None and last.ended in ("active", "pending")
