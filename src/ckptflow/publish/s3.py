@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
 
-from ckptflow.errors import TransientPublishError, UsageError
+from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
 from ckptflow.publish.digests import DigestName, ObjectDigest, PartDigest, digest_file, digest_object, digest_part
 from ckptflow.publish.model import MARKER_NAME, LocalFile, LocalModel
 from ckptflow.publish.parts import PartPlan, plan_parts
@@ -86,7 +86,10 @@ class S3Target:
             return client.create_multipart_upload(Bucket=self._bucket, Key=self._key(MARKER_NAME))["UploadId"]
 
         upload_id = self._caller.run(action, what="can't write to the destination", where=self._uri)
-        abort_upload(self._caller, self._bucket, self._key(MARKER_NAME), upload_id)
+        try:
+            abort_upload(self._caller, self._bucket, self._key(MARKER_NAME), upload_id)
+        except PermanentPublishError as error:  # a right of its own, which an upload that succeeds does not need
+            _log.warning("%s: an upload without parts is left open: %s", self._uri, error.found)
 
     def close(self) -> None:
         """Stop the threads and close the connections.
