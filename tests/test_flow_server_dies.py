@@ -56,7 +56,14 @@ def held_up(lab: Lab, step: Path, path: Path, n: int = 1, **environment: str) ->
         )
         lab.started.append(process)  # type: ignore[arg-type]  # text or bytes is all one to who ends it
         wait_until(lambda: [run["state_type"] for run in runs_of(lab, step)] == ["RUNNING"] * n, "it has begun")
+        wait_until(lambda: waits_for_a_lock(process.pid), "it waits")
         yield process
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """Whether a process stands in line, as proc_locks(5) shows with an arrow."""
+    lines = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any(fields[1] == "->" and fields[5] == str(pid) for fields in lines)
 
 
 def runs_of(lab: Lab, step: Path) -> list[dict[str, object]]:
