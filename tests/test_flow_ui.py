@@ -98,13 +98,15 @@ def test_a_run_is_found_by_its_name_and_its_graph_shows_the_steps(
     page.get_by_role("link", name=f"post-training {RUN} step-120").first.wait_for()
     page.goto(f"{lab.server.ui_url}/v2/runs/flow-run/{published.run['id']}")
     page.get_by_text("Completed", exact=True).first.wait_for()
-    page.get_by_text(f"{7 + WEIGHT_FILES + 3} Task runs").wait_for()
+    page.get_by_text(f"{8 + WEIGHT_FILES + 3} Task runs").wait_for()
     page.locator("canvas").first.wait_for()
     page.get_by_role("tab", name="Task Runs", exact=True).click()
     for step in ("inspect", "shrink", "cast", "finish", "validate"):
         page.get_by_text(f"{step} {RUN} step-120", exact=True).first.wait_for()
-    for step in (f"upload {RUN} step-120 to", f"announce {RUN} step-120 at"):
-        page.get_by_text(f"{step} {published.uri}", exact=True).first.wait_for()
+    place = published.uri
+    for step in (f"upload {RUN} step-120 to {place}", f"ask {place} about {RUN} step-120"):
+        page.get_by_text(step, exact=True).first.wait_for()
+    page.get_by_text(f"announce {RUN} step-120 at {place}", exact=True).first.wait_for()
     page.get_by_text(f"merge {RUN} step-120 file 2 of {WEIGHT_FILES}", exact=True).first.wait_for()
     page.get_by_role("tab", name="Logs", exact=True).click()
     page.set_viewport_size({"width": 1440, "height": 1100})
