@@ -17,7 +17,7 @@ from ckptflow.errors import CheckpointError, IncompleteCheckpointError
 from ckptflow.formats.registry import check, locate
 from ckptflow.formats.written_together import check_written_together
 from ckptflow.tensors import SourceFile
-from dcp_hf_writer import EMBEDDING, write_rank
+from dcp_hf_writer import CONFIG, EMBEDDING, write_rank
 from deepspeed_writer import parameters, write_zero2
 from faults import age, converted, refused, save_dcp
 from megatron_legacy_writer import write as write_megatron
@@ -133,10 +133,8 @@ def test_a_half_written_file_of_a_newer_save_is_refused(tmp_path: Path, save: Ca
 
 
 def _config(tmp_path: Path) -> dict[str, Path]:
-    from dcp_hf_writer import CONFIG as SMALL
-
     (tmp_path / "config").mkdir(exist_ok=True)
-    (tmp_path / "config" / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
     return {"config_dir": tmp_path / "config"}
 
 

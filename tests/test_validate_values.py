@@ -231,6 +231,14 @@ def test_nan_equals_nan_but_nothing_else() -> None:
     assert (result.differing, result.first) == (1, "first at [6]: 1.0 instead of nan")
 
 
+def test_what_is_compared_is_left_as_it_is() -> None:
+    source = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    found = source.float()
+    assert compare_box(found, source, (0,), 1).differing == 0
+    assert found.tolist() == [1.0, 2.0]
+    assert source.tolist() == [1.0, 2.0]
+
+
 def test_a_name_that_lost_its_wrappers_is_found_unless_it_is_ambiguous() -> None:
     look_up = by_plain_name(
         ["_fsdp_wrapped_module.a", "module.b", "pretrained_model.c", "d._orig_mod.e", "b2", "module.b2"]

@@ -223,7 +223,7 @@ def _measure(source: torch.Tensor, found: torch.Tensor, step: int) -> Rounding:
 
     wide = torch.float64 if source.dtype == torch.float64 else torch.float32
     values = source.to(wide).flatten()
-    error = found.to(wide).flatten().sub_(values).abs_()
+    error = (found.to(wide).flatten() - values).abs_()
     largest = float(error.max())
     if not isfinite(largest):
         largest = float(error.nan_to_num(0.0, 0.0, 0.0).max())
