@@ -160,8 +160,15 @@ class PassingChecksums:
             with self._lock:
                 if done[stored.number]:
                     continue
-                reading = self._reading.setdefault((file, stored.number), _Reading())
-                free = [] if reading.scattered else reading.take(begin, end)
+                at_once = (begin, end) == (stored.begin, stored.end) and (file, stored.number) not in self._reading
+                if at_once:
+                    self._count(file, stored)
+                else:
+                    reading = self._reading.setdefault((file, stored.number), _Reading())
+                    free = [] if reading.scattered else reading.take(begin, end)
+            if at_once:
+                _compare(file, stored, crc32(data[begin - offset_bytes : end - offset_bytes]), self._tensors)
+                continue
             for low, high in free:
                 crc = crc32(data[low - offset_bytes : high - offset_bytes])
                 self._put(file, stored, reading, (low, high, crc))
@@ -189,10 +196,13 @@ class PassingChecksums:
             if whole is None or whole[0] != stored.end:
                 return
             del self._reading[file, stored.number]
-            self._tables[file][1][stored.number] = 1
-            self._storages += 1
-            self._nbytes += stored.end - stored.begin
+            self._count(file, stored)
         _compare(file, stored, whole[1], self._tensors)
+
+    def _count(self, file: SourceFile, stored: Stored) -> None:
+        self._tables[file][1][stored.number] = 1
+        self._storages += 1
+        self._nbytes += stored.end - stored.begin
 
 
 def compare_the_rest(

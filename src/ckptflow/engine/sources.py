@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -17,13 +15,25 @@ _MOST_OPEN_FILES = 256
 """Well below the usual soft limit of 1024 descriptors; thousands of rank files are opened in turn."""
 
 _READ_AHEAD_BYTES = 2 << 20
-"""Asked of the kernel beside each read: its own read-ahead is lost when threads take turns on a file."""
+"""Asked of the kernel whenever a read ends in another range of this size: its own read-ahead is lost when threads take
+turns on a file. Asking beside each read would cost more than the read where parts are small."""
 
 
 @dataclass(slots=True)
 class _OpenFile:
+    """``asked`` is the range that was read ahead of last, by number."""
+
     descriptor: int
     readers: int = 0
+    asked: int = -1
+
+    def read_ahead(self, end: int) -> None:
+        """Have the kernel fetch what follows a read that ends at byte ``end``: most likely it is read next."""
+        ended_in = end // _READ_AHEAD_BYTES
+        if self.asked != ended_in:
+            self.asked = ended_in
+            nbytes = (ended_in + 2) * _READ_AHEAD_BYTES - end
+            os.posix_fadvise(self.descriptor, end, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class Passing(Protocol):
@@ -59,15 +69,17 @@ class SourceFiles:
             SourceChangedError: the file ends too early, is gone, or isn't the one that the metadata was read from.
             CkptflowError: what looks at the bytes refuses them.
         """
-        with self._descriptor(file) as descriptor:
-            # The next block of this file, or the same rows of the next tensor, most likely lies right behind.
-            os.posix_fadvise(descriptor, offset_bytes + len(target), _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            done = os.preadv(descriptor, [target], offset_bytes)
+        entry = self._take(file)
+        try:
+            entry.read_ahead(offset_bytes + len(target))
+            done = os.preadv(entry.descriptor, [target], offset_bytes)
             while done < len(target):
-                count = os.preadv(descriptor, [target[done:]], offset_bytes + done)
+                count = os.preadv(entry.descriptor, [target[done:]], offset_bytes + done)
                 if count == 0:
                     raise _changed("a source file ends too early", file, f"{offset_bytes + done} bytes")
                 done += count
+        finally:
+            self._give_back(entry)
         if self._passing is not None:
             self._passing.add(file, offset_bytes, target)
 
@@ -84,16 +96,15 @@ class SourceFiles:
                 raise _changed("a source file disappeared while it was read", file, "no file") from error
             _check_status(file, status)
 
-    @contextmanager
-    def _descriptor(self, file: SourceFile) -> Iterator[int]:
+    def _take(self, file: SourceFile) -> _OpenFile:
         with self._lock:
             entry = self._open.get(file) or self._add(file)
             entry.readers += 1
-        try:
-            yield entry.descriptor
-        finally:
-            with self._lock:
-                entry.readers -= 1
+            return entry
+
+    def _give_back(self, entry: _OpenFile) -> None:
+        with self._lock:
+            entry.readers -= 1
 
     def _add(self, file: SourceFile) -> _OpenFile:
         if len(self._open) >= _MOST_OPEN_FILES:
