@@ -23,6 +23,7 @@ from ckptflow.errors import OutputError
 from ckptflow.files.jsonfiles import write_durably, write_json
 from ckptflow.files.kinds import RECORD_NAME
 from ckptflow.files.locks import exclusive, in_use
+from ckptflow.files.sha256 import sha256_file
 from ckptflow.fingerprint import check_sources_unchanged, relative_name
 from ckptflow.output.record import INDEX_SUFFIX, conversion_record, read_record, weight_index
 from ckptflow.output.replacing import check_replaceable
@@ -138,12 +139,6 @@ def damaged_files(out: Path, record: Mapping[str, Any]) -> list[str]:
         if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_file(path) != entry["sha256"]:
             damaged.append(name)
     return damaged
-
-
-def sha256_file(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_space(planned: PlannedModel) -> None:

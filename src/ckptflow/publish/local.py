@@ -10,13 +10,14 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ckptflow.errors import PermanentPublishError, TransientPublishError, UsageError
 from ckptflow.files.jsonfiles import fsync_directory
 from ckptflow.files.locks import is_free
+from ckptflow.files.sha256 import sha256_file
+from ckptflow.publish.copying import copy_and_hash, write_all
 from ckptflow.publish.model import LocalFile, LocalModel
 from ckptflow.publish.mounts import check_mounted
 from ckptflow.publish.settings import PublishSettings
@@ -24,7 +25,6 @@ from ckptflow.publish.source import check_sha256, open_source
 from ckptflow.publish.targets import Progress
 
 _TEMP_PREFIX = ".ckptflow-upload-"
-_CHUNK_BYTES = 4 << 20
 _WILL_HEAL = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.EBUSY})
 _CURES = {
     errno.ENOSPC: "free space, then run it again",
@@ -107,7 +107,7 @@ class LocalTarget:
         """Create a small file."""
         path = self._root / name
         with self._store_errors(path), self._temp_file(path) as (temp_fd, temp_path):
-            _write_all(temp_fd, content)
+            write_all(temp_fd, content)
             os.fsync(temp_fd)
             return _link(temp_path, path)
 
@@ -115,20 +115,17 @@ class LocalTarget:
         """Copy a file; its sha256 is checked on the way, and that of the copy before it gets its name."""
         path = self._root / file.name
         with self._store_errors(path), self._temp_file(path) as (temp_fd, temp_path):
-            check_sha256(file, _copy(file, temp_fd, progress))
-            os.fsync(temp_fd)
-            if self._settings.verify != "size":
-                # Out of the page cache, or the copy would be compared with itself.
-                os.posix_fadvise(temp_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                found = _sha256_of(temp_path)
-                if found != file.sha256:
-                    raise TransientPublishError(
-                        "the copy is not what was written",
-                        file=path,
-                        expected=file.sha256,
-                        found=found,
-                        fix="run it again; if it comes back, look for errors of that disk",
-                    )
+            with open_source(file) as fd:
+                read, found = copy_and_hash(fd, temp_fd, progress, read_back=self._settings.verify != "size")
+            check_sha256(file, read)
+            if found not in (None, file.sha256):
+                raise TransientPublishError(
+                    "the copy is not what was written",
+                    file=path,
+                    expected=file.sha256,
+                    found=found,
+                    fix="run it again; if it comes back, look for errors of that disk",
+                )
             is_created = _link(temp_path, path)
         if is_created:
             self._proofs[file.name, _tag(path)] = "size" if self._settings.verify == "size" else "sha256 read back"
@@ -142,7 +139,7 @@ class LocalTarget:
                 if path.stat().st_size != file.bytes:
                     return None
                 proof = self._proofs.get((file.name, _tag(path)))
-                if proof is None and _sha256_of(path) == file.sha256:
+                if proof is None and sha256_file(path) == file.sha256:
                     proof = "sha256 read back"
                     self._check_source(file)
                     self._proofs[file.name, _tag(path)] = proof
@@ -166,7 +163,7 @@ class LocalTarget:
             raise UsageError(
                 "the destination is the model directory itself", file=self._root, fix="choose another directory"
             )
-        check_sha256(file, _sha256_of(file.path))
+        check_sha256(file, sha256_file(file.path))
 
     def _walk(self) -> Iterator[Path]:
         for directory, _, names in os.walk(self._root, onerror=_raise_unless_absent):
@@ -262,30 +259,6 @@ def _link(temp_path: Path, path: Path) -> bool:
         os.rename(temp_path, path)
     fsync_directory(path.parent)
     return True
-
-
-def _copy(file: LocalFile, target_fd: int, progress: Progress) -> str:
-    digest = sha256()
-    with open_source(file) as fd:
-        while chunk := os.read(fd, _CHUNK_BYTES):
-            digest.update(chunk)
-            _write_all(target_fd, chunk)
-            progress(len(chunk))
-    return digest.hexdigest()
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _sha256_of(path: Path) -> str:
-    digest = sha256()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _tag(path: Path) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from ckptflow.errors import CheckpointError
 from ckptflow.files.jsonfiles import read_json_object
 from ckptflow.files.kinds import RECORD_NAME
+from ckptflow.files.sha256 import HashProgress, sha256_file
 from ckptflow.output.record import INDEX_SUFFIX
 from ckptflow.validate.headers import StoredTensor
 from ckptflow.validate.report import Check, listing
@@ -20,9 +19,7 @@ SINGLE_NAMES = ("model.safetensors", "adapter_model.safetensors")
 """What transformers and PEFT look for where there is no index."""
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json", "*.h5", "*.msgpack")
-HASH_BLOCK_BYTES = 4 << 20
 
-HashProgress = Callable[[int], None]
 Record = Mapping[str, Any]
 
 
@@ -141,7 +138,7 @@ def check_checksums(
     with ThreadPoolExecutor(threads) as pool:
 
         def sha256(file: str) -> str:
-            return elsewhere[file][1] if file in elsewhere else sha256_of(out / file, progress)
+            return elsewhere[file][1] if file in elsewhere else sha256_file(out / file, progress)
 
         for file, found in zip(whole, pool.map(sha256, whole), strict=True):
             if found != listed[file]["sha256"]:
@@ -152,15 +149,3 @@ def check_checksums(
     if problems:
         return Check(name=name, status="failed", detail="; ".join(problems[:8]), figures=figures)
     return Check(name=name, status="passed", detail=f"as {RECORD_NAME} says", figures=figures)
-
-
-def sha256_of(path: Path, progress: HashProgress) -> str:
-    """sha256 of a file in hex; ``progress`` is told the bytes of each block."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            progress(count)
-    return digest.hexdigest()
