@@ -7,8 +7,10 @@ that the output was made of are read whole and held against what torch wrote dow
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
+from operator import itemgetter
 
 from ckptflow.errors import CkptflowError
 from ckptflow.formats.recorded_checksums import RecordedChecksums
@@ -19,6 +21,8 @@ from ckptflow.validate.report import Check, listing
 
 NAME = "checksums in the source"
 BLOCK_BYTES = 4 << 20
+BATCH_BYTES = 64 << 20
+"""What one task reads at least, where a file has so much."""
 
 
 def check_source_checksums(
@@ -40,7 +44,7 @@ def check_source_checksums(
     if not used:
         return Check(name=NAME, status="skipped", detail="the source's files record no checksums")
     with ThreadPoolExecutor(threads) as pool:
-        sums = pool.map(lambda found: _crc32(found[0], found[1], progress), used)
+        sums = chain.from_iterable(pool.map(lambda batch: _crc32s(*batch, progress), _batches(used)))
         damaged = [
             f"{stored.end - stored.begin} bytes at {stored.begin} of {path}"
             for (path, stored), crc in zip(used, sums, strict=True)
@@ -64,17 +68,38 @@ def _used(manifest: CheckpointManifest, plan: ConsolidationPlan) -> Iterator[tup
         yield from ((file.path, stored) for stored in sorted(found))
 
 
-def _crc32(path: str, stored: Stored, progress: Callable[[int], None]) -> int:
-    crc, at = 0, stored.begin
+def _batches(used: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, list[Stored]]]:
+    """Path and storages of one file that are worth a task of their own, in the same order."""
+    for path, group in groupby(used, key=itemgetter(0)):
+        batch: list[Stored] = []
+        for _, stored in group:
+            batch.append(stored)
+            if stored.end - batch[0].begin >= BATCH_BYTES:
+                yield path, batch
+                batch = []
+        if batch:
+            yield path, batch
+
+
+def _crc32s(path: str, batch: Sequence[Stored], progress: Callable[[int], None]) -> list[int]:
+    """Of each storage; those that lie side by side are read together."""
+    sums: list[int] = []
+    block, begin = memoryview(b""), 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while at < stored.end:
-            block = os.pread(descriptor, min(BLOCK_BYTES, stored.end - at), at)
-            if not block:
-                break
-            crc = crc32(block, crc)
-            at += len(block)
-            progress(len(block))
+        for stored in batch:
+            crc, at = 0, stored.begin
+            while at < stored.end:
+                if not begin <= at < begin + len(block):
+                    begin = at
+                    block = memoryview(os.pread(descriptor, min(BLOCK_BYTES, batch[-1].end - at), at))
+                    if not block:
+                        break  # cut off; the sum tells
+                part = block[at - begin : stored.end - begin]
+                crc = crc32(part, crc)
+                at += len(part)
+                progress(len(part))
+            sums.append(crc)
     finally:
         os.close(descriptor)
-    return crc
+    return sums

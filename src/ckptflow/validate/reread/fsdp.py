@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
+from ckptflow.processes.collector import without_gc
 from ckptflow.tensors import Shape
 from ckptflow.validate.reread.base import by_plain_name
 from ckptflow.validate.reread.torch_stubs import Inert, load_rank_file, parts_of, trained_values
@@ -85,7 +86,8 @@ class FsdpRereader:
             if match is None:
                 raise RuntimeError(f"{path.name} does not name its rank")
             rank = int(match.group(2))
-            self._ranks[rank] = path, _RankFile(path, rank, same).parts()
+            with without_gc():
+                self._ranks[rank] = path, _RankFile(path, rank, same).parts()
         names = [name for _, state in self._ranks.values() for name in state]
         self._look_up = by_plain_name(list(dict.fromkeys(names)))
         self._shards = lru_cache(maxsize=4)(self._find_shards)
