@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 
 from ckptflow.convert import convert
-from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
+from ckptflow.errors import HelperError, InconsistentCheckpointError, UnsupportedCheckpointError
 from ckptflow.request import ConvertRequest
+from ckptflow.validate.reread import fsdp
 from ckptflow.validate.reread.dcp import DcpRereader
 from ckptflow.validate.reread.dcp_hf import DcpHuggingFaceRereader
 from ckptflow.validate.reread.fsdp import FsdpRereader
@@ -152,16 +153,41 @@ def test_loading_a_rank_file_leaves_torchs_own_allow_list_as_it_was(tmp_path: Pa
 
 
 class Opener:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> tuple[object, ...]:
-        return open, ("pwned", "w")
+        return open, (str(self.path), "w")
 
 
-def test_code_in_a_rank_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"w": Opener()}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(Exception, match="Weights only load failed"):
+def test_code_in_a_rank_file_is_not_run(tmp_path: Path) -> None:
+    torch.save({"w": Opener(tmp_path / "pwned")}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(RuntimeError, match="Weights only load failed"):
         FsdpRereader([tmp_path / "model_world_size_1_rank_0.pt"])
     assert not (tmp_path / "pwned").exists()
+
+
+def test_more_files_than_batches_keep_their_ranks(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    files = write_ranks(tmp_path, (12,), {"w": (MATRIX, [Shard(0)]), "t": (MATRIX.T, [Shard(1)])})
+    reader = FsdpRereader(files[::-1])
+    assert torch.equal(read_whole(reader, "w"), MATRIX)
+    assert torch.equal(read_whole(reader, "t"), MATRIX.T)
+
+
+def test_a_process_that_dies_is_no_reason_to_go_without_a_second_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.tensor import Shard
+
+    files = write_ranks(tmp_path, (2,), {"w": (MATRIX, [Shard(0)])})
+    convert(ConvertRequest(path=tmp_path, out=tmp_path / "out"))
+    monkeypatch.setattr(fsdp, "_PROCESS", "ckptflow.validate.no_such_module")
+    with pytest.raises(HelperError, match="the process in which torch loads rank files died") as caught:
+        verify(tmp_path / "out", against=tmp_path)
+    assert str(files[0]) in str(caught.value)
+    assert "no_such_module" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

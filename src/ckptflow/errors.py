@@ -13,6 +13,7 @@ CkptflowError
 │   └── SourceChangedError       a source file changed while it was read
 ├── ValueRefusedError        values that must not be published: NaN, Inf, overflow in the cast
 ├── DeviceError              a GPU that was asked for is missing, full, or casts other bytes than the CPU
+├── HelperError              a process that worked for this one died; nothing is known of what it worked on
 ├── OutputError              the destination directory can't be written or holds something else
 ├── VerificationError        the output is not what the source says
 └── PublishError             the store refused or lost an upload
@@ -128,6 +129,10 @@ class ValueRefusedError(CkptflowError):
 
 class DeviceError(CkptflowError):
     """A device that was asked for can't be used. The same work on the CPU gives the same bytes."""
+
+
+class HelperError(CkptflowError):
+    """A process that worked for this one died, for want of memory perhaps. Another try may end well."""
 
 
 class OutputError(CkptflowError):

@@ -44,7 +44,7 @@ def check_source_checksums(
     if not used:
         return Check(name=NAME, status="skipped", detail="the source's files record no checksums")
     with ThreadPoolExecutor(threads) as pool:
-        sums = chain.from_iterable(pool.map(lambda batch: _crc32s(*batch, progress), _batches(used)))
+        sums = chain.from_iterable(pool.map(lambda batch: _crc32s(batch[0], batch[1], progress), _batches(used)))
         damaged = [
             f"{stored.end - stored.begin} bytes at {stored.begin} of {path}"
             for (path, stored), crc in zip(used, sums, strict=True)

@@ -7,27 +7,33 @@ HSDP and tensor parallelism, uneven and empty shards included, without a formula
 
 from __future__ import annotations
 
-import pickle
+import json
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
-from ckptflow.errors import InconsistentCheckpointError, UnsupportedCheckpointError
-from ckptflow.processes.collector import without_gc
-from ckptflow.tensors import Shape
+from ckptflow.errors import HelperError, InconsistentCheckpointError, UnsupportedCheckpointError
+from ckptflow.processes.askprocess import run_module
+from ckptflow.processes.pools import windowed
+from ckptflow.tensors import Shape, contiguous_strides
 from ckptflow.validate.reread.base import by_plain_name
-from ckptflow.validate.reread.torch_stubs import Inert, load_rank_file, parts_of, trained_values
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.pt$")
+
+_PROCESS = "ckptflow.validate.reread.rank_process"
+_BATCHES_PER_WORKER = 4
+"""Enough that no worker is idle for long in the end; each costs a tenth of a second."""
+_SECONDS_PER_FILE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +70,63 @@ class Region:
     sizes: Shape
 
 
-Parts = tuple[Shape, tuple[tuple["torch.Tensor", Cut | Region | None], ...]]
-"""Shape of the whole, and a rank's own values with their place: None for a tensor that every rank holds whole."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a tensor, apart from where it lies in the file.
+
+    Attributes:
+        dtype: torch's name.
+        shape: of the rank's own values.
+        strides: in elements.
+        place: in the whole; None for a tensor that every rank holds whole.
+    """
+
+    dtype: str
+    shape: Shape
+    strides: Shape
+    place: Cut | Region | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What many tensors of a rank have in common: the shape of the whole, and of each part."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+Tensors = dict[str, tuple[Kind, tuple[int, ...]]]
+"""Name → kind, and where each part begins in the file, in bytes."""
 
 
 class FsdpRereader:
-    """State dicts of all ranks, loaded by torch with mapped storages.
+    """State dicts of all ranks, loaded by torch in processes of their own, and mapped here.
 
     Raises:
         InconsistentCheckpointError: a file was saved by another rank than its name says.
         UnsupportedCheckpointError: partial sums.
+        HelperError: a process that loads rank files died.
     """
 
     how = "torch.load of every rank file, placed by torch.chunk of the indices"
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._ranks: dict[int, tuple[Path, dict[str, Parts]]] = {}
-        same: dict[object, Any] = {}
-        for path in files:
+        self._ranks: dict[int, tuple[Path, Tensors]] = {}
+        same: dict[Any, Any] = {}
+        for path, content in zip(files, _loaded(files), strict=True):
             match = RANK_FILE.search(path.name)
             if match is None:
                 raise RuntimeError(f"{path.name} does not name its rank")
             rank = int(match.group(2))
-            with without_gc():
-                self._ranks[rank] = path, _RankFile(path, rank, same).parts()
+            self._ranks[rank] = path, _tensors_of(path, rank, content, same)
         names = [name for _, state in self._ranks.values() for name in state]
         self._look_up = by_plain_name(list(dict.fromkeys(names)))
         self._shards = lru_cache(maxsize=4)(self._find_shards)
+        self._mapped = cache(_map_file)
 
     def shape(self, fqn: str) -> Shape | None:
         name = self._look_up(fqn)
-        return None if name is None else next((s[name][0] for _, s in self._ranks.values() if name in s), None)
+        return None if name is None else next((s[name][0].shape for _, s in self._ranks.values() if name in s), None)
 
     def read(self, fqn: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
         import torch
@@ -127,47 +159,91 @@ class FsdpRereader:
         for _, (path, state) in sorted(self._ranks.items()):
             if name is None or name not in state:
                 continue
-            for local, place in state[name][1]:
-                if place is None:
+            kind, offsets = state[name]
+            for part, offset in zip(kind.parts, offsets, strict=True):
+                local = self._local(path, part, offset)
+                if part.place is None:
                     return [LocalShard(path, local, _all_indices(local.shape))]
-                found.append(_placed(fqn, path, local, place))
+                found.append(_placed(fqn, path, local, part.place))
         return [s for s in found if s.local.numel()] or found[:1]
 
+    def _local(self, path: Path, part: Part, offset: int) -> torch.Tensor:
+        import torch
 
-class _RankFile:
-    """Takes a rank's state dict to what is needed of it: there are as many parts as tensors times ranks."""
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        empty = torch.empty(0, dtype=dtype)
+        if 0 in part.shape:
+            return empty.reshape(part.shape)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+        storage = self._mapped(path)[offset : offset + span * dtype.itemsize]
+        return empty.set_(storage, 0, part.shape, part.strides)
 
-    def __init__(self, path: Path, rank: int, same: dict[object, Any]) -> None:
-        self._path, self._rank, self._same = path, rank, same
-        self._meshes: dict[int, tuple[Shape, Shape]] = {}
 
-    def parts(self) -> dict[str, Parts]:
-        state = load_rank_file(self._path)
-        return {sys.intern(name): self._parts(name, value) for name, value in state.items() if hasattr(value, "shape")}
+def _map_file(path: Path) -> torch.UntypedStorage:
+    import torch
 
-    def _parts(self, name: str, value: torch.Tensor) -> Parts:
-        shape, parts = self._one(tuple(value.shape)), parts_of(value)
-        if parts is None:
-            return shape, ((value.detach(), None),)
-        if isinstance(parts, dict):
-            local = trained_values(parts["_local_tensor"]).detach()
-            return shape, ((local, self._cut(name, shape, parts["_spec"].state)),)
-        return shape, tuple((s.state["tensor"].detach(), self._region(s.state["metadata"].state)) for s in parts[0])
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    return cast("torch.UntypedStorage", storage)
 
-    def _cut(self, name: str, shape: Shape, spec: Mapping[str, Any]) -> Cut:
-        mesh = spec["mesh"]
-        if id(mesh) not in self._meshes:  # the tensors of one file share its few meshes
-            self._meshes[id(mesh)] = _mesh_place(mesh.state, self._rank, self._path)
-        splits = [_split(name, self._path, mesh_dim, p) for mesh_dim, p in enumerate(spec["placements"])]
-        return self._one(Cut(shape, *self._meshes[id(mesh)], tuple(s for s in splits if s is not None)))
 
-    def _region(self, metadata: Mapping[str, Any]) -> Region:
-        return self._one(Region(tuple(metadata["shard_offsets"]), tuple(metadata["shard_sizes"])))
+def _loaded(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """What torch says of each file, in order; several processes load them."""
+    workers = len(os.sched_getaffinity(0))
+    size = -(-len(files) // (workers * _BATCHES_PER_WORKER))
+    batches = [files[first : first + size] for first in range(0, len(files), size)]
+    with ThreadPoolExecutor(workers, "ckptflow-load") as pool:
+        for lines in windowed(pool, _ask, batches, workers + 1):
+            yield from map(json.loads, lines)
 
-    def _one(self, value: T) -> T:
-        """The same object for equal ones."""
-        found: T = self._same.setdefault(value, value)
-        return found
+
+def _ask(batch: Sequence[Path]) -> list[str]:
+    question = json.dumps([os.path.abspath(path) for path in batch])
+    seconds = _SECONDS_PER_FILE * len(batch)
+    try:
+        done = run_module(_PROCESS, batch[0], question, seconds)
+    except TimeoutError as error:
+        raise HelperError(
+            "torch did not load rank files in time", file=batch[0], expected=f"{len(batch)} files in {seconds:.0f} s"
+        ) from error
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or len(lines) != len(batch):
+        raise HelperError(
+            "the process in which torch loads rank files died",
+            file=batch[min(len(lines), len(batch) - 1)],
+            found=f"exit status {done.returncode}: {done.stderr.strip()[-2000:]}",
+            fix="run it again, with more memory if that ran out",
+        )
+    return lines
+
+
+def _tensors_of(path: Path, rank: int, content: Mapping[str, Any], same: dict[Any, Any]) -> Tensors:
+    """A rank's tensors from what the process said; equal kinds of all ranks are one object, of which there are few."""
+    if "refused" in content:
+        raise RuntimeError(content["refused"])
+    meshes = [_mesh_place(mesh, rank, path) for mesh in content["meshes"]]
+    named = {number: name for name, (number, *_) in content["tensors"].items()}
+    kinds = []
+    for number, kind in enumerate(content["kinds"]):
+        made = _kind(named[number], path, kind, meshes)
+        kinds.append(same.setdefault(made, made))
+    return {
+        sys.intern(name): (kinds[number], tuple(offsets)) for name, (number, *offsets) in content["tensors"].items()
+    }
+
+
+def _kind(name: str, path: Path, kind: Mapping[str, Any], meshes: Sequence[tuple[Shape, Shape]]) -> Kind:
+    shape = tuple(kind["shape"])
+    parts = []
+    for part in kind["parts"]:
+        place = part["place"]
+        if place is not None and "mesh" in place:
+            splits = [_split(name, path, mesh_dim, p) for mesh_dim, p in enumerate(place["placements"])]
+            mesh, coordinate = meshes[place["mesh"]]
+            place = Cut(shape, mesh, coordinate, tuple(s for s in splits if s is not None))
+        elif place is not None:
+            place = Region(tuple(place["offsets"]), tuple(place["sizes"]))
+        parts.append(Part(part["dtype"], tuple(part["shape"]), tuple(part["strides"]), place))
+    return Kind(shape, tuple(parts))
 
 
 def _meeting(index: range | torch.Tensor, low: int, size: int) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
@@ -252,15 +328,14 @@ def _as_run(index: torch.Tensor) -> range | torch.Tensor:
     return range(first, first + len(index)) if is_run else index
 
 
-def _split(fqn: str, path: Path, mesh_dim: int, placement: Inert) -> tuple[int, int, int] | None:
+def _split(fqn: str, path: Path, mesh_dim: int, placement: Mapping[str, Any]) -> tuple[int, int, int] | None:
     """(split factor, mesh dim, tensor dim) of a shard; None for a replica."""
-    kind = getattr(placement, "kind", type(placement).__name__)
+    kind = placement["kind"]
     if kind == "Replicate":
         return None
     if kind not in ("Shard", "_StridedShard"):
         raise UnsupportedCheckpointError("partial sums can't be put together", file=path, tensor=fqn, found=kind)
-    values = {**dict(zip(("dim", "split_factor"), placement.arguments, strict=False)), **placement.state}
-    return int(values.get("split_factor", 1)), mesh_dim, int(values["dim"])
+    return int(placement.get("split_factor", 1)), mesh_dim, int(placement["dim"])
 
 
 def _mesh_place(mesh: Mapping[str, Any], rank: int, path: Path) -> tuple[Shape, Shape]:
@@ -269,33 +344,25 @@ def _mesh_place(mesh: Mapping[str, Any], rank: int, path: Path) -> tuple[Shape, 
     Raises:
         InconsistentCheckpointError: the mesh was saved by another rank than the file's name says.
     """
-    tensor = mesh.get("mesh")
-    if tensor is not None:
-        sizes = list(tensor.shape)
-        places = (tensor == rank).nonzero()
-        coordinate = [int(i) for i in places[0]] if len(places) else []
+    ranks, coordinate = mesh["ranks"], []
+    if "axes" in mesh:
+        axes = [(_flat(shape), _flat(stride)) for shape, stride in mesh["axes"]]
+        sizes = [prod(shape) for shape, _ in axes]
+        coordinate = [_along(ranks.index(rank), shape, stride) for shape, stride in axes]
     else:
-        position = mesh["_rank_map"].tolist().index(rank)
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _axes(mesh["_layout"])]
-        sizes = [prod(_flat(shape)) for shape, _ in axes]
-        coordinate = [_along(position, _flat(shape), _flat(stride)) for shape, stride in axes]
-    saved = mesh.get("_coordinate_on_dim")
-    if saved is not None and list(saved) != coordinate:
+        sizes = mesh["sizes"]
+        if rank in ranks:
+            steps = contiguous_strides(sizes)
+            coordinate = [ranks.index(rank) // step % size for size, step in zip(sizes, steps, strict=True)]
+    if mesh["saved"] not in (None, coordinate):
         raise InconsistentCheckpointError(
             "a rank file was saved by another rank than its name says",
             file=path,
             expected=f"mesh coordinate {coordinate} for rank {rank}",
-            found=f"mesh coordinate {list(saved)}",
+            found=f"mesh coordinate {mesh['saved']}",
             fix="the files were renamed or swapped; copy the checkpoint again",
         )
     return tuple(sizes), tuple(coordinate)
-
-
-def _axes(layout: Inert) -> Sequence[Inert]:
-    axes = layout.state.get("axes")
-    if axes is None:
-        raise pickle.UnpicklingError("a device mesh layout of an unknown torch release")
-    return list(axes)
 
 
 def _flat(value: Any) -> list[int]:
