@@ -307,16 +307,17 @@ def _cut_index(size: int, cuts: tuple[tuple[int, int], ...]) -> range | torch.Te
         return range(size)
     *before, (number, at) = cuts
     chunks = _chunks(size, tuple(before), number)
-    return _as_run(chunks[at]) if at < len(chunks) else range(0)
+    return chunks[at] if at < len(chunks) else range(0)
 
 
 @lru_cache(maxsize=64)
-def _chunks(size: int, cuts: tuple[tuple[int, int], ...], number: int) -> tuple[torch.Tensor, ...]:
+def _chunks(size: int, cuts: tuple[tuple[int, int], ...], number: int) -> tuple[range | torch.Tensor, ...]:
     """All chunks of a dim, for all ranks: each has one of them."""
     import torch
 
     index = _cut_index(size, cuts)
-    return torch.chunk(torch.arange(index.start, index.stop) if isinstance(index, range) else index, number)
+    rows = torch.arange(index.start, index.stop) if isinstance(index, range) else index
+    return tuple(map(_as_run, torch.chunk(rows, number)))
 
 
 def _as_run(index: torch.Tensor) -> range | torch.Tensor:
