@@ -47,7 +47,7 @@ MIB = 1 << 20
 PART_MIB, PARTS_AT_ONCE = 16, 8
 
 # No empty file: aws waits a minute for the server's leave to send nothing.
-_MODEL = f"""
+MODEL = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(HERE.parent / "tests/support")!r})
@@ -135,7 +135,7 @@ def main() -> None:
     model = work / "model"
     # In a process of its own: until a child's exec, the child's peak memory is its parent's.
     size = int(arguments.megabytes * MIB)
-    subprocess.run([sys.executable, "-c", _MODEL, str(model), str(size), str(arguments.files)], check=True)
+    subprocess.run([sys.executable, "-c", MODEL, str(model), str(size), str(arguments.files)], check=True)
     bring_into_cache([path for path in model.rglob("*") if path.is_file()])
     samples = _measure(arguments, _present(arguments.only), work, model)
     _print_table(samples, arguments)

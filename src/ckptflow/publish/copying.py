@@ -19,7 +19,7 @@ _CHUNKS = 4
 """In memory at once."""
 
 _SPAN_BYTES = 64 << 20
-"""What is flushed and read back at once."""
+"""What is flushed and read back at once. What is left to the end fills the page cache, where the kernel has it wait."""
 
 
 def copy_and_hash(source_fd: int, target_fd: int, progress: Progress, *, read_back: bool) -> tuple[str, str | None]:
@@ -37,7 +37,7 @@ def copy_and_hash(source_fd: int, target_fd: int, progress: Progress, *, read_ba
     Raises:
         OSError: the file system failed.
     """
-    read, found = sha256(), _ReadBack(target_fd)
+    read, found = sha256(), _Copy(target_fd, read_back)
     hashed: deque[Future[None]] = deque()
     seen: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as reading, ended(hashed), ended(seen):
@@ -46,13 +46,12 @@ def copy_and_hash(source_fd: int, target_fd: int, progress: Progress, *, read_ba
             hashed.append(hashing.submit(read.update, chunk))
             write_all(target_fd, chunk)
             written += len(chunk)
-            if read_back and written - flushed >= _SPAN_BYTES:
+            if written - flushed >= _SPAN_BYTES:
                 seen.append(reading.submit(found.add, flushed, written))
                 flushed = written
             progress(len(chunk))
         os.fsync(target_fd)
-        if read_back:
-            seen.append(reading.submit(found.add, flushed, written))
+        seen.append(reading.submit(found.add, flushed, written))
         for future in (*hashed, *seen):
             future.result()
     return read.hexdigest(), found.sha256.hexdigest() if read_back else None
@@ -73,17 +72,20 @@ def _chunks(fd: int, used: deque[Future[None]]) -> Iterator[memoryview]:
         number += 1
 
 
-class _ReadBack:
-    """Hashes a file that is still being written, span by span."""
+class _Copy:
+    """A file that is still being written: flushed span by span, so that the disk is never idle, and read back."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, read_back: bool) -> None:
         self._fd = fd
+        self._read_back = read_back
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
         self.sha256 = sha256()
 
     def add(self, begin: int, end: int) -> None:
         """Take bytes ``[begin, end)``, which nobody writes any more."""
         os.fdatasync(self._fd)
+        if not self._read_back:
+            return
         # Out of the page cache, or the copy would be compared with itself.
         os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
         while begin < end:
